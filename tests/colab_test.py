@@ -71,6 +71,7 @@ class NotebookTest(runs.OneDeviceTest):
     def setUpClass(cls):
         super().setUpClass()
         cls.enterClassContext(mock.patch.object(tempfile, "tempdir", str(cls.root)))
+        cls.enterClassContext(runs.share_programs())
         cls.corpus = cls.root / "corpus"
         small_configs.write_corpus(cls.corpus)
 
@@ -178,7 +179,14 @@ class NotebookTest(runs.OneDeviceTest):
             DENSE_STEPS=2,
             WARMUP_STEPS=2,
             ADAPT_STEPS=2,
-            OPTIM=config_lib.OptimConfig(name="adamw"),
+            # As in the notebook's further training, whose programs are then the same.
+            OPTIM=config_lib.OptimConfig(
+                name="adamw",
+                learning_rate=2.5e-4,
+                end_learning_rate=2.5e-4,
+                schedule="constant",
+                warmup_steps=0,
+            ),
             NUM_ROWS=2,  # as many as a batch, for one set of programs
             TIMED=model,
             TIMED_LENGTHS=(16,),

@@ -1,6 +1,7 @@
 """Parts of tests of whole runs: a folder, a mesh of few devices, files of a run."""
 
 import contextlib
+import dataclasses
 import math
 import pathlib
 import tempfile
@@ -80,6 +81,37 @@ def compile_once(config):
     with (
         mock.patch.multiple(whole, lower=lower, initial=initial),
         mock.patch.object(step_lib, "make_eval_step", return_value=evaluate),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def share_programs():
+    """Lets runs with equal configs, but for where they start, share their programs."""
+    programs, compiled, evaluations = {}, {}, {}
+    make, evaluate = program_lib.make_program, step_lib.make_eval_step
+    compile_step = program_lib.Program.compile
+
+    def make_program(config, mesh):
+        key = dataclasses.replace(config, init_from=None), mesh
+        if key not in programs:
+            programs[key] = make(config, mesh)
+        return programs[key]
+
+    def compile_once(program, num_rows):
+        key = id(program), num_rows
+        if key not in compiled:
+            compiled[key] = compile_step(program, num_rows)
+        return compiled[key]
+
+    def make_eval_step(config):
+        key = config.model, config.loss, config.quantization_aware
+        return evaluations.setdefault(key, evaluate(config))  # jax.jit knows it again
+
+    with (
+        mock.patch.object(program_lib, "make_program", make_program),
+        mock.patch.object(program_lib.Program, "compile", compile_once),
+        mock.patch.object(step_lib, "make_eval_step", make_eval_step),
     ):
         yield
 
