@@ -7,7 +7,6 @@ import sys
 import tempfile
 
 import jax
-import numpy as np
 import pytest
 from absl.testing import parameterized
 
@@ -16,6 +15,7 @@ from glm5_jax.weights import conversion, huggingface_export
 from tests import environment
 from tests.model import tiny
 from tests.processes import launch
+from tests.weights import sharded_child
 
 # Two layers of 64 experts: 101 MB, and 34 MB in each of three stacks of matrices.
 CONFIG = tiny.model(
@@ -79,8 +79,7 @@ class MemoryTest(parameterized.TestCase):
 def written(config, folder):
     """Writes a model of these shapes as a folder of tensors."""
     shapes = transformer.abstract_params(config)
-    params = jax.tree.map(lambda x: np.arange(x.size, dtype=x.dtype), shapes)
-    params = jax.tree.map(lambda x, like: x.reshape(like.shape), params, shapes)
+    params = jax.tree.map(lambda x: sharded_child.numbered(x.shape, x.dtype), shapes)
     huggingface_export.save_params(params, config, folder / "model")
     return folder / "model"
 
