@@ -73,6 +73,8 @@ TOGETHER = {
     "training/step_test.py": "training/mesh_test.py",
     "checkpoint/kill_test.py": "training/kill_test.py",
     "inference/failure_test.py": "inference/engine_test.py",
+    "inference/handover_test.py": "inference/engine_test.py",
+    "inference/pages_test.py": "inference/engine_test.py",
     "inference/shapes_test.py": "inference/engine_test.py",
 }
 # They compile as for users, with LLVM's optimizations; XLA's fusions are equal without.
