@@ -67,8 +67,10 @@ class SchemesTest(parameterized.TestCase):
 
     @parameterized.parameters("w4a16", "int4")
     def test_codes_and_rounded_weights_give_the_same_logits(self, name):
-        """Attention, indexer, dense layer and experts."""
-        model = tiny.model(num_hidden_layers=2, num_nextn_predict_layers=0)
+        """Attention, indexer and experts; the shared expert is a dense layer."""
+        model = tiny.model(
+            num_hidden_layers=1, first_k_dense_replace=0, num_nextn_predict_layers=0
+        )
         params, scheme = tiny.params(model), schemes.SCHEMES[name]
         tokens = tiny.batch(model, [(20,), (9, 8)], 24)["tokens"]
         got, wanted = (
