@@ -65,8 +65,9 @@ def configure(*, has_cache: bool = True) -> None:
     )
     jax.config.update("jax_enable_compilation_cache", has_cache)
     mlir.make_ir_context = _shared(mlir.make_ir_context)
-    _put_numpy(core.stage_p, lambda x: x)  # jnp.asarray(x)
+    _put_numpy(core.stage_p, _staged)  # jnp.asarray(x)
     _put_numpy(lax.convert_element_type_p, _converted)  # jnp.asarray(x, dtype)
+    _put_numpy(lax.broadcast_in_dim_p, _filled)  # jnp.zeros(shape)
     limit = int(environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"])
     jax.config.update("jax_traceback_in_locations_limit", limit)
     jax.config.update("jax_disable_most_optimizations", _is_quick())
@@ -111,7 +112,7 @@ def _shared(make: Callable[[], mlir.ir.Context]) -> Callable[[], mlir.ir.Context
 
 
 def _put_numpy(primitive: core.Primitive, compute: Callable) -> None:
-    """Lets numpy compute a primitive of a numpy array outside any program.
+    """Lets numpy compute what a new array holds, outside any program.
 
     jax compiles a program for each shape, which takes 10 ms. It still does in a mesh,
     whose devices all get the array.
@@ -122,10 +123,9 @@ def _put_numpy(primitive: core.Primitive, compute: Callable) -> None:
 
     @functools.wraps(compiled)
     def run(x: Any, **options: Any) -> jax.Array:
-        is_array = isinstance(x, np.ndarray) and x.ndim  # a scalar may be of weak type
-        if not is_array or not jax.sharding.get_abstract_mesh().empty:
-            return compiled(x, **options)
-        found = compute(x, **options)
+        found = None
+        if jax.sharding.get_abstract_mesh().empty:
+            found = compute(x, **options)
         if found is None:
             return compiled(x, **options)
         return jax.device_put(np.array(found))  # a device may share numpy's memory
@@ -133,12 +133,25 @@ def _put_numpy(primitive: core.Primitive, compute: Callable) -> None:
     primitive.def_impl(run)
 
 
-def _converted(x: np.ndarray, new_dtype: np.dtype, **_: Any) -> np.ndarray | None:
+def _staged(x: Any) -> np.ndarray | None:
+    """Returns an array of numpy; no scalar, which may be of a weak type."""
+    return x if isinstance(x, np.ndarray) and x.ndim else None
+
+
+def _converted(x: Any, new_dtype: np.dtype, **_: Any) -> np.ndarray | None:
     """Returns a converted array; None where numpy and XLA round differently."""
-    if new_dtype.kind in "iu" and x.dtype.kind not in "iub":
+    if _staged(x) is None or (new_dtype.kind in "iu" and x.dtype.kind not in "iub"):
         return None
     with np.errstate(all="ignore"):
         return x.astype(new_dtype)
+
+
+def _filled(x: Any, shape: tuple, sharding: Any, **_: Any) -> np.ndarray | None:
+    """Returns an array of one number, which jax has put on the default device."""
+    is_number = isinstance(x, jax.Array) and not x.ndim and not x.weak_type
+    if not is_number or x.committed or sharding is not None:
+        return None
+    return np.broadcast_to(x, shape) if isinstance(x.dtype, np.dtype) else None
 
 
 def _is_quick() -> bool:
