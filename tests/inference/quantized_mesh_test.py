@@ -32,7 +32,8 @@ class QuantizedMeshTest(parameterized.TestCase):
         wanted = scoring.score(made, MODEL, rows)
         mesh = mesh_lib.make_mesh(config_lib.MeshConfig(fsdp=2, tensor=2, expert=2))
         places = placement.params(made, MODEL, mesh)
-        placed = jax.device_put(made, places)
+        placed = jax.device_get(made)  # numpy cuts without programs
+        placed = jax.device_put(placed, places)
         experts = placed["layers_1"]["block_0"]["mlp"]["experts"]["gate_proj"]
         self.assertTrue(leaf.is_quantized(experts))
         shard = experts.values.addressable_shards[0].data
