@@ -11,10 +11,10 @@ import pytest
 from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
-from glm5_jax.inference import engine, steps
+from glm5_jax.inference import engine, programs, steps
 from glm5_jax.inference.limits import Limits
 from tests import environment
-from tests.inference import engine_test, pages_test
+from tests.inference import engine_test, failure_test, pages_test
 from tests.model import tiny
 
 CONFIG = dataclasses.replace(pages_test.CONFIG, num_nextn_predict_layers=1)
@@ -152,6 +152,25 @@ class SpeculationTest(parameterized.TestCase):
         self.check(done)
         versions = {v for completion in done.values() for v in completion.versions}
         self.assertEqual(versions, {version, version + 1})
+
+    @parameterized.product(at=(1, 3), takes_cache=(False, True))
+    def test_a_dispatch_of_rounds_that_fails_changes_nothing(self, at, takes_cache):
+        """It draws, judges and loses nothing, with or without the cache."""
+        machine, error = drafting(), RuntimeError("RESOURCE_EXHAUSTED")
+        for request in make_requests():
+            machine.submit(request)
+        fault = failure_test.Fault(programs.speculate, at, error, takes_cache)
+        record = mock.Mock(wraps=machine.drafter.record)
+        with (
+            mock.patch.object(programs, "speculate", fault),
+            mock.patch.object(machine.drafter, "record", record),
+        ):
+            done, errors = failure_test.drain(machine)
+        self.assertEqual(errors, [error])
+        self.check(done)
+        num_dispatches = at - fault.left
+        self.assertEqual(record.call_count, num_dispatches - 1)
+        self.assertEqual(machine.num_free_pages, PAGES["num_pages"])
 
     def test_rounds_are_measured(self):
         """A drafter is told what each dispatch took, by the rows of its program."""
