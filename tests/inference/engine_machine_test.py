@@ -55,9 +55,11 @@ class EngineMachine(stateful.RuleBasedStateMachine):
         num_slots=st.sampled_from((1, 3, 5)),
         num_pages=st.sampled_from((0, 16, 20, 90)),
         host_pages=st.sampled_from((0, 3, 40)),
+        num_drafts=st.sampled_from((0, 1, 3)),
     )
-    def begin(self, num_slots, num_pages, host_pages):
+    def begin(self, num_slots, num_pages, host_pages, num_drafts):
         limits = {"host_pages": host_pages if num_pages else 0}
+        limits["num_drafts"] = num_drafts
         self.machine = fake_devices.make_engine(num_slots, num_pages, **limits)
         self.num_slots, self.num_pages = num_slots, num_pages
 

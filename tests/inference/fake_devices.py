@@ -1,7 +1,8 @@
 """Devices without arrays, on which an engine's bookkeeping is tested quickly.
 
 A row of their cache holds all tokens up to it, so that a row of another sequence is
-noticed at once. The experts of a token are the token itself.
+noticed at once. The experts of a token are the token itself. With drafts, a dispatch is
+rounds that keep some of them, and the rows of the others are written too.
 """
 
 import contextlib
@@ -28,6 +29,8 @@ from glm5_jax.inference.limits import Limits
 from tests.inference import engine_test
 
 MODEL = engine_test.COUNTED
+DRAFTING = dataclasses.replace(MODEL, num_nextn_predict_layers=1)
+REJECTED = -7  # what a row of a rejected draft ends with
 PAGE_SIZE, CAPACITY, CHUNK, NUM_STEPS, PREFILL_TOKENS = 4, 64, 16, 5, 40
 MAX_PREFILLS = PREFILL_TOKENS // 16 + 1  # between two draws; each reads 16 or more
 BOOKKEEPING = {
@@ -56,31 +59,52 @@ class FakeRunner(runner.Runner):
         fault = self.faults.pop(0) if self.faults else None
         if fault is False:
             raise RuntimeError("injected")
-        self._note(todo)
-        width = NUM_STEPS if todo.kind == "decode" else 1
+        is_decode, number = todo.kind == "decode", 0
+        width = NUM_STEPS if is_decode else 1
+        if is_decode and self.drafter.is_on:
+            number = self.drafter.choose(len(todo.parts))
+            width = self._rounds(number).most_drawn
+        self._note(todo, number)
         num_parts, longest = len(todo.parts), max(len(p.tokens) for p in todo.parts)
         ids = np.full((num_parts, width), -1, np.int32)
         experts = np.zeros((1, num_parts, longest + width, 1), np.int32)
+        kept = [[] for _ in todo.parts]  # drafts, by round
         for row, part in enumerate(todo.parts):
             self._check(part)
             new = drawn(part, width) if part.is_last else []
+            if is_decode and self.drafter.is_on:
+                new, kept[row] = self._rounds_of(part, new, number)
             ids[row, : len(new)] = new
             read = [*part.tokens, *new[:-1]]
             experts[0, row, : len(read), 0] = read
             self._write(part, read, weights.version)
+            self._write_rejected(part, part.start + len(read), number, weights.version)
         if fault is True:
             for array in jax.tree.leaves(state):
                 array.delete()
             raise RuntimeError("injected, and the cache is lost")
+        if is_decode and self.drafter.is_on:
+            # More drafts take longer, so that their number changes.
+            self.drafter.record(num_parts, number, tally(kept, number), 1.0 + number)
         logprobs = np.where(ids < 0, 0, -ids).astype(np.float32)
         found = steps.Drawn(ids, logprobs, experts)
         return results.Result(todo, [*range(num_parts)], state, found, weights.version)
 
-    def _note(self, todo):
+    def _rounds_of(self, part, new, number):
+        """Returns the tokens of a dispatch's rounds, and the drafts that each keeps."""
+        size, kept = 0, []
+        while size < len(new) and len(kept) < self._rounds(number).num_rounds:
+            request, position = part.work.request, part.num_drawn + size
+            accepted = (3 * request.id + position) % 5 % (number + 1)
+            kept.append(min(accepted, len(new) - size))
+            size += min(accepted + 1, len(new) - size)
+        return new[:size], kept
+
+    def _note(self, todo, number):
         """Checks that programs are few, and that no draw waits for many prompts."""
         if todo.kind == "decode":
             rows = self.shapes.decode_rows
-            program = next(n for n in rows if n >= len(todo.parts))
+            program = next(n for n in rows if n >= len(todo.parts)), number
             self.waited.clear()
         else:
             program = (todo.kind, self.shapes._shape(todo.parts))
@@ -113,6 +137,15 @@ class FakeRunner(runner.Runner):
             place = self._place(slot, i)
             assert place[0] not in shared, "a page of the tree is written"
             self.rows[place] = tuple(text), version
+
+    def _write_rejected(self, part, size, number, version):
+        """Writes rows behind a sequence's end, as far as it has room for them."""
+        slot, shared = part.slot, {node.page for node in part.slot.nodes}
+        room = len(slot.pages) * PAGE_SIZE if self.limits.num_pages else CAPACITY
+        for i in range(size, min(size + number, room)):
+            place = self._place(slot, i)
+            assert place[0] not in shared, "a draft is written to a page of the tree"
+            self.rows[place] = (REJECTED,), version
 
     def _place(self, slot, i):
         """Returns the place of a sequence's row."""
@@ -181,6 +214,16 @@ def drawn(part, most):
     return new
 
 
+def tally(kept, number):
+    """Returns what became of drafts: `kept` has a number for each round of a row."""
+    places = np.arange(number)
+    counts = [np.reshape(row, (-1, 1)) for row in kept]
+    accepted = [(n > places).sum(0) for n in counts]
+    judged = [np.full(number, len(row)) for row in kept]
+    rounds = np.array([len(row) for row in kept])
+    return steps.Tally(rounds, np.stack(judged), np.stack(accepted))
+
+
 def completed(request):
     """Returns all tokens of a request."""
     tokens = [token_of(request, i) for i in range(request.max_new_tokens)]
@@ -194,11 +237,12 @@ def small_state(num_slots):
 
 
 def make_engine(num_slots, num_pages, **limits):
-    """Makes an engine on these devices, while `installed`."""
+    """Makes an engine on these devices, while `installed`; with drafts if asked."""
+    model = DRAFTING if limits.get("num_drafts") else MODEL
     limits = {"page_size": PAGE_SIZE, "prefill_tokens": PREFILL_TOKENS} | limits
     machine = engine.Engine(
         {},
-        MODEL,
+        model,
         num_slots=num_slots,
         capacity=CAPACITY,
         chunk=CHUNK,
