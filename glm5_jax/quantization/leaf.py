@@ -28,7 +28,7 @@ DTYPES: dict[str, Any] = {
     "int4": jnp.uint8,  # two codes a byte
 }
 WHOLE = 0  # a block as long as its dim
-_TINY = float(np.finfo(np.float32).tiny)  # smaller numbers are flushed to zero
+TINY = float(np.finfo(np.float32).tiny)  # smaller numbers are flushed to zero
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ def quantize(weights: Float[Array, "*n"], layout: Layout) -> Quantized:
     weights = weights.astype(jnp.float32)
     largest = _largest(jnp.abs(weights), layout)
     scales = largest * np.float32(1 / LARGEST[layout.kind])
-    scales = jnp.where(largest > 0, jnp.maximum(scales, _TINY), 1)
+    scales = jnp.where(largest > 0, jnp.maximum(scales, TINY), 1)
     return Quantized(with_scales(weights, scales, layout), scales, layout)
 
 

@@ -7,7 +7,8 @@
 Blocks at the lower and right border may be smaller. `quantize` recovers the original
 scale from weights that are such products in float32. The export of an import therefore
 has the same values, and the same bytes where a block uses the code 448. The proof is in
-docs/huggingface.md.
+docs/huggingface.md. Other weights get the codes and scales of `leaf.quantize`, bit for
+bit, with which quantization-aware training has computed.
 """
 
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ import numpy as np
 from jaxtyping import Float
 
 from glm5_jax import config as config_lib
+from glm5_jax.quantization import leaf
 
 BLOCK = 128
 MAX_CODE = np.float32(448)
@@ -78,8 +80,8 @@ class Codes(NamedTuple):
 def quantize(weights: Float[np.ndarray, "rows columns"]) -> Codes:
     """Quantizes a float32 matrix to codes and scales.
 
-    The scale is max |w| / 448. Where a block's weights are exact float32 products of
-    codes and another scale, that scale is used, and nothing is lost.
+    Where a block's weights are exact float32 products of codes and a scale, that scale
+    is used, and nothing is lost. Others get scale and codes of `leaf.quantize`.
     """
     height, width = scale_shape(weights.shape, (BLOCK, BLOCK))
     padded = np.zeros((height * BLOCK, width * BLOCK), np.float32)
@@ -110,7 +112,17 @@ def _quantize_blocks(blocks: np.ndarray) -> Codes:
             if _are_products(blocks[here], tried, scale).all():
                 codes[here], scales[here] = tried, scale
                 break
+        else:
+            codes[here], scales[here] = _nearest(blocks[here])
     return Codes(codes, scales)
+
+
+def _nearest(blocks: np.ndarray) -> Codes:
+    """Returns codes and scales of blocks, in the operations of `leaf.quantize`."""
+    largest = np.abs(blocks).max(axis=(1, 2))
+    scales = np.maximum(largest * (1 / MAX_CODE), leaf.TINY)
+    ratios = blocks * _beside(1 / scales, blocks)
+    return Codes(np.clip(ratios, -MAX_CODE, MAX_CODE).astype(_FP8), scales)
 
 
 def _possible_scales(largest: np.ndarray) -> np.ndarray:
