@@ -19,7 +19,7 @@ from glm5_jax.environments import protocol
 from glm5_jax.model import cached, mtp, transformer
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl import gateway
-from glm5_jax.training import policy
+from glm5_jax.training import computed, policy
 from glm5_jax.training import step as step_lib
 from glm5_jax.training.feeds import player, rounds
 from glm5_jax.training.feeds import rollouts as rl_lib
@@ -72,11 +72,12 @@ def loss_and_grads(batch, config=CONFIG):
     return jax.device_get((loss, metrics, grads))
 
 
-def logprobs_of(batch, config=CONFIG):
-    """The trainer's, of the file's parameters."""
+def logprobs_of(batch, config=CONFIG, weights=None):
+    """The trainer's, of the file's parameters or of other weights."""
     read = ("tokens", "targets", "segment_ids", "positions", "experts")
     batch = {name: batch[name] for name in read if name in batch}
-    return np.asarray(logprobs_function()(params(config.model), config, batch))
+    weights = params(config.model) if weights is None else weights
+    return np.asarray(logprobs_function()(weights, config, batch))
 
 
 @functools.cache
@@ -462,6 +463,22 @@ class RouterReplayTest(parameterized.TestCase):
         np.testing.assert_array_equal(experts_of(batch)[real], batch["experts"][real])
         others = np.sort(experts_of(without)) != np.sort(batch["experts"])
         self.assertGreater(others[real].sum(), 0)
+
+    @parameterized.parameters("int8", "w4a16")
+    def test_the_same_rounding_on_both_sides_leaves_no_gap(self, scheme):
+        """The rollouts' codes stand for the numbers of a quantization-aware step."""
+        batch = {k: v for k, v in rollouts_of(scheme).items() if k != "experts"}
+        recorded, mask = batch["rollout_logprobs"], batch["loss_mask"] > 0
+        aware = dataclasses.replace(WHOLE, quantization_aware=scheme)
+        round_all = jax.jit(computed.weights, static_argnums=1)
+        rounded = round_all(params(WHOLE.model), aware)
+        for weights, least, most in (
+            (rounded, 0.0, GAP_ATOL),
+            (params(WHOLE.model), 1e-3, 10.0),
+        ):
+            gaps = np.abs(logprobs_of(batch, WHOLE, weights) - recorded)[mask]
+            self.assertBetween(gaps.max(), least, most)
+            self.assertBetween(gaps.mean(), least, most)
 
     def test_quantized_rollouts_have_a_gap_that_is_logged_and_masked(self):
         without = {k: v for k, v in rollouts_of("w4a16").items() if k != "experts"}
