@@ -194,15 +194,19 @@ class MatrixTest(parameterized.TestCase):
         self.check(config, memory, chunk)
 
     @parameterized.named_parameters(
-        ("float32_pages", FLOAT32, "pages"), ("bfloat16_slots", BFLOAT16, "slots")
+        ("float32_pages", FLOAT32, "pages", "same_noise"),
+        ("float32_slots", FLOAT32, "slots", "same_noise"),
+        ("bfloat16_pages", BFLOAT16, "pages", "same_noise"),
+        ("bfloat16_slots", BFLOAT16, "slots", "same_noise"),
+        ("bfloat16_pages_rejection", BFLOAT16, "pages", "rejection"),
     )
     @pytest.mark.slow
-    def test_so_are_rounds_of_drafts(self, config, memory):
+    def test_so_are_rounds_of_drafts(self, config, memory, acceptance):
         self.enterContext(environment.optimized())
         config = dataclasses.replace(config, num_nextn_predict_layers=1)
-        self.check(config, memory, 16, num_drafts=3)
+        self.check(config, memory, 16, num_drafts=3, acceptance=acceptance)
 
-    def check(self, config, memory, chunk, num_drafts=0):
+    def check(self, config, memory, chunk, num_drafts=0, **limits):
         num_pages = NUM_PAGES if memory == "pages" else 0
         machine = engine.Engine(
             tiny.params(config),
@@ -217,6 +221,7 @@ class MatrixTest(parameterized.TestCase):
                 page_size=8,
                 num_drafts=num_drafts,
                 adapts_drafts=False,
+                **limits,
             ),
         )
         requests = make_requests()
