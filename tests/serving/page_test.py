@@ -28,7 +28,7 @@ class PageTest(parameterized.TestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        started = scripted.serving(max_seconds=600.0)
+        started = scripted.serving(max_seconds=600.0, bounds=scripted.DRAFTING)
         cls.url, cls.model, _ = cls.enterClassContext(started)
         driver = cls.enterClassContext(sync_api.sync_playwright())
         cls.browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
@@ -82,9 +82,11 @@ class PageTest(parameterized.TestCase):
         self.assertEqual(page.inner_text(".thought"), "So")
         # Its first letter, which comes with the prompt's dispatch, came before.
         self.assertContainsSubset(["S", "So"], page.evaluate("seen"))
+        # Rounds behind the prompt's S: o, </think>, the next four and the end.
         self.assertRegex(
             page.inner_text(".figures"),
-            r"^8 tokens, [\d.]+ a second, the first after [\d.]+ s$",
+            r"^8 tokens, [\d.]+ a second, the first after [\d.]+ s, 50% of first "
+            "drafts kept$",
         )
         bodies = self.sent(page)
         page.uncheck("#thinking")

@@ -27,6 +27,7 @@ KEY = "secret"
 NAME = "scripted"
 CAPACITY = 768
 LIMITS = limits_lib.Limits(with_adjustments=True)
+DRAFTING = limits_lib.Limits(with_adjustments=True, num_drafts=3, adapts_drafts=False)
 MODEL = dataclasses.replace(
     small_configs.DENSE_MODEL,
     vocab_size=TOKENIZER.vocab_size,
@@ -44,11 +45,15 @@ SCRIPT = (
 # After "o" the logit of a tool call is LEAD below that of </think>.
 SECOND = "o<tool_call>"
 _LOGIT, LEAD = 24.0, 0.5
+UNFORESEEN = "bSo"  # what follows these letters no draft knows
 
 
-def params():
-    """Returns parameters with which the last token alone decides about the next."""
-    shapes = transformer.abstract_params(MODEL)
+def params(model=MODEL):
+    """Returns parameters with which the last token alone decides about the next.
+
+    Multi-token prediction knows the script, but not what follows UNFORESEEN letters.
+    """
+    shapes = transformer.abstract_params(model)
     tree = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
     tree["norm"] += 1
     embeddings = np.random.default_rng(0).normal(size=tree["embed_tokens"].shape)
@@ -57,26 +62,36 @@ def params():
     for text, logit in [*((line, _LOGIT) for line in SCRIPT), (SECOND, _LOGIT - LEAD)]:
         for before, after in itertools.pairwise(TOKENIZER.encode_spelt(text)):
             tree["lm_head"][:, after] += embeddings[before] * logit / MODEL.hidden_size
+    if model.num_nextn_predict_layers:
+        mtp, lost = tree["mtp"], embeddings[TOKENIZER.encode_spelt(UNFORESEEN)]
+        mtp["enorm"] += 1
+        mtp["norm"] += 1
+        mirror = np.eye(MODEL.hidden_size) - 2 * np.linalg.pinv(lost) @ lost
+        mtp["eh_proj"][: MODEL.hidden_size] += mirror
     return tree
 
 
 @contextlib.contextmanager
-def serving(max_seconds=60.0, sockets=None, fields=None, **limits):
+def serving(max_seconds=60.0, sockets=None, fields=None, bounds=LIMITS, **limits):
     """Serves the model; yields the base URL, the model and the server.
 
     Args:
       max_seconds: of `Served`.
       sockets: arguments of `running`.
       fields: others of `Served`.
+      bounds: of the engine.
       **limits: of the guard.
     """
+    model = dataclasses.replace(
+        MODEL, num_nextn_predict_layers=int(bounds.num_drafts > 0)
+    )
     made = engine.Engine(
-        params(),
-        MODEL,
+        params(model),
+        model,
         num_slots=1,
         capacity=CAPACITY,
         chunk=16,
-        limits=LIMITS,
+        limits=bounds,
     )
     with contextlib.closing(service.Service(made)) as driver:
         model = served.Served(
@@ -150,10 +165,11 @@ class ServerTest(parameterized.TestCase):
 
     limits: ClassVar = {}
     served_fields: ClassVar = {}
+    bounds = LIMITS
 
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        started = serving(fields=cls.served_fields, **cls.limits)
+        started = serving(fields=cls.served_fields, bounds=cls.bounds, **cls.limits)
         cls.url, cls.model, cls.server = cls.enterClassContext(started)
         cls.service = cls.model.service

@@ -462,6 +462,31 @@ class StatusTest(ClientTest):
         self.assertGreaterEqual(int(figures[ended]), 1)
 
 
+class DraftsTest(ClientTest):
+    bounds = scripted.DRAFTING
+
+    def figures(self):
+        lines = self.http.get("/metrics").text.splitlines()
+        pairs = (line.split() for line in lines if not line.startswith("#"))
+        return {name.removeprefix("glm5_jax_"): value for name, value in pairs}
+
+    def test_drafts_are_counted_by_position(self):
+        """The prompt draws b; what follows it is not foreseen, the others are."""
+        self.assertEqual(self.complete("a").choices[0].text, "bcd")
+        figures = self.figures()
+        found = {
+            name: [
+                int(figures[f'drafts_{name}_total{{position="{i}"}}']) for i in "012"
+            ]
+            for name in ("judged", "accepted")
+        }
+        # Rounds: c after wrong drafts; d and the end, of three drafts.
+        self.assertEqual(found, {"judged": [2, 2, 1], "accepted": [1, 1, 0]})
+        self.assertEqual(figures["draft_rounds_total"], "2")
+        self.assertEqual(figures["drafts_per_round"], "3")
+        self.assertEqual(figures["draft_acceptance_low"], "0")
+
+
 class RefusalTest(ClientTest):
     limits = {"max_body_bytes": 10_000}  # noqa: RUF012
 
