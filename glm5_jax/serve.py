@@ -10,7 +10,7 @@ The key may also be in the variable GLM5_JAX_API_KEY, which other users cannot s
 """
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 from absl import flags, logging
 
@@ -58,7 +58,6 @@ def main(arguments: command_line.Arguments) -> int | None:
 
 
 def _run(overrides: Sequence[command_line.Override]) -> None:
-    from glm5_jax.data.chat import templates
     from glm5_jax.serving import command
 
     compile_cache.enable()
@@ -67,10 +66,11 @@ def _run(overrides: Sequence[command_line.Override]) -> None:
         port=reach.PORT.value,
         api_key=reach.api_key(),
         name=_MODEL_NAME.value,
-        template=cast(templates.Version | None, _TEMPLATE.value),
+        template=cast(Any, _TEMPLATE.value),
         num_slots=engine_flags.NUM_SLOTS.value,
         num_pages=engine_flags.NUM_PAGES.value,
         num_drafts=engine_flags.NUM_DRAFTS.value,
+        acceptance=cast(Any, engine_flags.ACCEPTANCE.value),
         host_pages=engine_flags.HOST_PAGES.value,
         capacity=engine_flags.CAPACITY.value,
         warm_up=engine_flags.WARM_UP.value,

@@ -10,6 +10,8 @@ from glm5_jax.config import checks, rl
 from glm5_jax.inference import drafter as drafter_lib
 from glm5_jax.inference import requests
 
+Acceptance = Literal["same_noise", "rejection"]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -35,7 +37,7 @@ class Limits:
     adapts_drafts: bool = True  # drafts fewer, or none, where that is faster
     # How drafts are accepted, see verification.py: "same_noise", by which a completion
     # is the same as without drafts, or "rejection".
-    acceptance: Literal["same_noise", "rejection"] = "same_noise"
+    acceptance: Acceptance = "same_noise"
 
     def __post_init__(self) -> None:
         """Checks the sizes.
@@ -57,6 +59,10 @@ class Limits:
             (
                 self.acceptance in ("same_noise", "rejection"),
                 f"acceptance must be same_noise or rejection, got {self.acceptance!r}.",
+            ),
+            (
+                self.acceptance == "same_noise" or self.num_drafts != 0,
+                f"acceptance={self.acceptance} needs num_drafts above 0.",
             ),
         )
 

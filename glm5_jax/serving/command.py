@@ -37,6 +37,7 @@ class Options:
       num_slots: sequences that are decoded at the same time.
       num_pages: pages of the cache that prompts share; 0 gives each slot its own rows.
       num_drafts: most tokens that multi-token prediction drafts in a round; 0: none.
+      acceptance: how drafts are accepted, see `Limits`.
       host_pages: pages in the host's memory, for prompts that come again later.
       capacity: most tokens of prompt and answer; 0 takes the length of training.
       warm_up: whether to compile all programs first, so that no request waits for it.
@@ -58,6 +59,7 @@ class Options:
     num_slots: int = 8
     num_pages: int = 0
     num_drafts: int = 0
+    acceptance: limits_lib.Acceptance = "same_noise"
     host_pages: int = 0
     capacity: int = 0
     warm_up: bool = False
@@ -177,6 +179,7 @@ def _engine(
                 with_adjustments=True,
                 num_pages=options.num_pages,
                 num_drafts=options.num_drafts,
+                acceptance=options.acceptance,
                 host_pages=options.host_pages,
             ),
         )

@@ -229,6 +229,7 @@ class SpeculationTest(parameterized.TestCase):
             (none, DRAFTS, "num_nextn_predict_layers=0"),
             (CONFIG, {"num_drafts": 8}, "num_drafts must be at most 7, got 8"),
             (CONFIG, {"num_drafts": -1}, "num_drafts must not be negative"),
+            (CONFIG, {"acceptance": "rejection"}, "rejection needs num_drafts above 0"),
         ):
             with self.assertRaisesRegex(config_lib.InputError, message):
                 make_engine(config, **limits)

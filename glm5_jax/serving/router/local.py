@@ -161,7 +161,7 @@ def serve(number: int, max_concurrency: int) -> None:
         )
     every = number + num_prefill
     key = reach.api_key()
-    seconds = reach.DRAIN_SECONDS.value
+    seconds = float(reach.DRAIN_SECONDS.value)
     settings = command.Settings(
         host=reach.HOST.value,
         port=reach.PORT.value,
