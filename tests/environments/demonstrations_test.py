@@ -159,7 +159,7 @@ class CronTest(parameterized.TestCase):
             batch_size=2,
             held_out_percent=50,
         )
-        with self.assertLogs(level="INFO") as logged:
+        with self.assertLogs("absl", "INFO") as logged:
             pipeline = sft.make_pipeline(data, seed=0)
         self.assertIn("0 are cut to 112 tokens; 0 have nothing", "".join(logged.output))
         batch = next(pipeline.train_iterator(0))

@@ -106,7 +106,7 @@ class RunTest(runs.OneDeviceTest):
         with full, self.assertRaisesRegex(OSError, "full"):
             loop.train(config, folder)
         self.assertEqual(step_folder.find(folder).name, "3")
-        with self.assertLogs(level="INFO") as logs:
+        with self.assertLogs("absl", "INFO") as logs:
             loop.train(config, folder)
         self.assertIn("Resumes from step 5", "".join(logs.output))
         ended = [runs.params_of(run, MODEL) for run in (folder, self.workdir)]
