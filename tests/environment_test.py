@@ -8,6 +8,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl.testing import parameterized
 
 from tests import conftest, environment
@@ -33,6 +34,17 @@ class EnvironmentTest(parameterized.TestCase):
         names += *conftest.TOGETHER, *conftest.TOGETHER.values()
         for name in names:
             self.assertTrue((conftest.HERE / name).is_file(), name)
+
+    @parameterized.parameters("bfloat16", "float16", "float8_e4m3fn", "int32", "bool")
+    def test_arrays_that_numpy_makes_are_those_of_a_program(self, dtype):
+        x = np.float32([[1 / 3, -2.5, 0.0], [448.0, 1e-3, 7.5]])
+        made = jnp.asarray(x), jnp.asarray(x, dtype), jnp.zeros((2, 3), dtype)
+        wanted = jax.jit(lambda x: (x, x.astype(dtype), jnp.zeros((2, 3), dtype)))(x)
+        x[:] = 5  # the arrays do not share its memory
+        for got, want in zip(made, wanted, strict=True):
+            self.assertEqual((got.dtype, got.weak_type), (want.dtype, want.weak_type))
+            self.assertEqual(got.sharding, want.sharding)
+            np.testing.assert_array_equal(got, want)
 
     @parameterized.parameters(*[(name,) for name in conftest.OPTIMIZED])
     def test_these_files_compile_as_for_users(self, name):

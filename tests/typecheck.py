@@ -14,7 +14,6 @@ from typing import Any
 import beartype
 import jaxtyping
 
-MOST_CHECKS = 500  # of a function without arrays
 _JAXTYPED = jaxtyping.jaxtyped
 _CHECKS: dict[Hashable, Callable] = {}  # by signature
 
@@ -73,17 +72,13 @@ def check(function: Callable) -> Callable:
 
 
 def _checked_later(function: Callable) -> Callable:
-    """Returns the function, whose first calls beartype checks.
-
-    A plan calls some functions 200,000 times, and the checks would take most of it.
-    """
-    found, num_calls = None, 0
+    """Returns the function, which beartype checks from its first call on."""
+    found = None
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        nonlocal found, num_calls
-        num_calls += 1
-        if num_calls > MOST_CHECKS or jaxtyping.config.jaxtyping_disable:
+        nonlocal found
+        if jaxtyping.config.jaxtyping_disable:
             return function(*args, **kwargs)
         if found is None:
             found = beartype.beartype(function)

@@ -65,10 +65,9 @@ def make(name: str) -> protocol.Taskset:
     if wrapper := _WRAPPERS.get(kind + colon):
         return wrapper(name, make)
     if world := _WORLDS.get(kind):
-        module, class_name = world
-        return getattr(importlib.import_module(f"{__name__}.{module}"), class_name)(
-            name
-        )
+        path, class_name = world
+        module = importlib.import_module(f"{__name__}.{path}")
+        return getattr(module, class_name)(name)
     if name.startswith(reasoning_gym.PREFIX):
         return reasoning_gym.ReasoningGym(name)
     return _own(name) if is_own(name) else ladder.Ladder(name)

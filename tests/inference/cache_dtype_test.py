@@ -123,7 +123,7 @@ class EngineTest(parameterized.TestCase):
             machine = engine.Engine(
                 params,
                 model,
-                num_slots=1,  # for fewer programs
+                num_slots=4,
                 capacity=64,
                 chunk=16,
                 num_steps=5,

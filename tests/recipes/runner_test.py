@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import json
 import pathlib
 from unittest import mock
@@ -14,7 +13,6 @@ from absl.testing import absltest
 
 from glm5_jax import config as config_lib
 from glm5_jax.recipes import catalogue, record, runner
-from glm5_jax.training import program, step
 from glm5_jax.training.reporting import metrics, plot
 from glm5_jax.training.run import state
 from tests import environment, runs
@@ -73,9 +71,7 @@ class PipelineTest(runs.OneDeviceTest):
         draw = mock.patch.object(plot, "plot_losses", drawing)
         cls.enterClassContext(draw)
         # A stage that is started twice compiles once.
-        for module, name in ((program, "make_program"), (step, "make_eval_step")):
-            once = functools.cache(getattr(module, name))
-            cls.enterClassContext(mock.patch.object(module, name, once))
+        cls.enterClassContext(runs.share_programs())
         dies = mock.patch.object(state.Run, "save", dying)
         with dies, contextlib.suppress(Killed):
             runner.run(cls.recipe, cls.workdir)

@@ -16,10 +16,7 @@ from tests import environment, small_configs
 from tests.model import tiny
 
 FLOAT32 = 1e-6  # Adam divides close numbers, of programs that are fused differently
-# A conversion compiles its operations one by one for every shape.
-MODEL = tiny.model(
-    num_hidden_layers=1, first_k_dense_replace=0, num_nextn_predict_layers=0
-)
+MODEL = tiny.model(num_hidden_layers=2, num_nextn_predict_layers=0)
 
 
 def aware(config, scheme):
@@ -58,7 +55,7 @@ class ComputedTest(parameterized.TestCase):
         for a, b, c in zip(*map(jax.tree.leaves, trees), strict=True):
             np.testing.assert_array_equal(a, b)
             num_rounded += bool(np.any(b != c))
-        self.assertEqual(num_rounded, 8 + 6)  # of attention and experts
+        self.assertEqual(num_rounded, 2 * 8 + 3 + 6)  # of both layers, with experts
 
     def test_the_gradient_at_the_rounded_weights_moves_the_weights(self):
         config = small_configs.step(

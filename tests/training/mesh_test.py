@@ -27,16 +27,12 @@ CONFIG = small_configs.step(
     chunk_tokens=40,
     adam_eps=1e-4,
 )
-# One stack of layers. Multi-token prediction would double the time: step_test.py has
-# its gradient on a mesh.
+# One stack of layers and all losses; step_test.py takes its steps too.
 SMALL = small_configs.of_stage(
     dataclasses.replace(
         CONFIG,
         model=dataclasses.replace(
-            CONFIG.model,
-            num_hidden_layers=1,
-            first_k_dense_replace=0,
-            num_nextn_predict_layers=0,
+            CONFIG.model, num_hidden_layers=1, first_k_dense_replace=0
         ),
     ),
     "dsa_sparse",

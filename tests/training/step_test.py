@@ -28,9 +28,7 @@ SUM_RTOL = 1e-5  # float32 sums in another order
 # Pre-training runs the same step: tests/training/loop_test.py.
 # All losses, with AdamW, which compiles faster than Muon: mesh_test.py has that.
 CONFIG = dataclasses.replace(
-    mesh_test.SMALL,
-    model=dataclasses.replace(mesh_test.SMALL.model, num_nextn_predict_layers=1),
-    optim=dataclasses.replace(mesh_test.SMALL.optim, name="adamw"),
+    mesh_test.SMALL, optim=dataclasses.replace(mesh_test.SMALL.optim, name="adamw")
 )
 # A scan over one step of multi-token prediction compiles faster than over two.
 ONE_AHEAD = dataclasses.replace(
