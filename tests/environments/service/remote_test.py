@@ -154,6 +154,12 @@ class RemoteTest(parameterized.TestCase):
 
         asyncio.run(wait())
 
+    def test_what_a_service_lacks_is_told_before_the_limit_of_a_call(self):
+        """Else an episode that cannot begin would only be late."""
+        tries = 2 * remote._CONNECT_SECONDS + 2 * remote._AGAIN_SECONDS
+        longest = remote._FULL_SECONDS + tries
+        self.assertLess(longest, config.RLConfig().step_timeout_seconds)
+
     @parameterized.parameters(
         ("http://127.0.0.1:1", "no service .* does not answer.*serve NAME"),
         ("http://", "must be http://HOST:PORT"),
@@ -222,7 +228,9 @@ class EndTest(absltest.TestCase):
                 server.process.wait()
             return templates_test.ids_of("</think>1<|user|>")
 
-        found = collect(there, answer)
+        # Of the others some may not have begun yet: they do not wait here.
+        with mock.patch.object(remote, "_FULL_SECONDS", 0.1):
+            found = collect(there, answer)
         label = protocol.Label
         self.assertEqual(
             [one.label for one in found],
