@@ -66,6 +66,7 @@ TEST = [
     "jupytext",
     # Compiles a few kernels for TPUs; no TPU is needed.
     "libtpu; sys_platform == 'linux' and platform_machine == 'x86_64'",
+    "llm>=0.36",  # a program whose tools a server's model calls
     "nbclient",
     "openai>=3.54",
     "pydantic-ai-slim[openai]>=2.68",  # an agent that asks the server

@@ -101,7 +101,7 @@ XML format:
 {%- if enable_thinking is defined and not enable_thinking -%}</think>{%- endif -%}
 {%- endif -%}
 """
-# As pydantic-ai describes a Python function, tests/serving/agent_test.py.
+# As pydantic-ai describes a Python function, tests/serving/clients_test.py.
 WEATHER = {
     "type": "function",
     "function": {
@@ -116,10 +116,24 @@ WEATHER = {
         "strict": True,
     },
 }
+# As the program `llm` does, which keeps no thoughts.
+PLAIN_WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Weather of a city.",
+        "parameters": {
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+            "type": "object",
+        },
+    },
+}
 SYSTEM = {"role": "system", "content": "You know the weather."}
 WETTER = {"role": "user", "content": "Wetter in Köln?"}
 CALL = {"function": {"name": "weather", "arguments": {"city": "Köln"}}}
 ASKED = {"role": "assistant", "content": "", "reasoning_content": "I must ask."}
+PLAIN_ASKED = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 RESULT = {"role": "tool", "content": "21 °C"}
 HI = {"role": "user", "content": "Hi"}
 HELLO = {"role": "assistant", "content": "Hello!", "reasoning_content": "A greeting."}
@@ -153,6 +167,15 @@ CONVERSATIONS = {
     ),
     "result": (
         *([SYSTEM, WETTER, ASKED | {"tool_calls": [CALL]}, RESULT], [WEATHER], {}),
+        "It is warm.</think>21 °C.<|user|>",
+    ),
+    "plain_call": (
+        *([SYSTEM, WETTER], [PLAIN_WEATHER], {}),
+        "I must ask.</think><tool_call>weather<arg_key>city</arg_key><arg_value>Köln"
+        "</arg_value></tool_call><|observation|>",
+    ),
+    "plain_result": (
+        *([SYSTEM, WETTER, PLAIN_ASKED, RESULT], [PLAIN_WEATHER], {}),
         "It is warm.</think>21 °C.<|user|>",
     ),
 }

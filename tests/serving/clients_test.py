@@ -1,6 +1,11 @@
-"""Programs of others that ask the server: a trainer's client, and an agent."""
+"""Programs of others that ask the server: a trainer's client, and agents."""
 
 import asyncio
+import json
+import os
+import pathlib
+import subprocess
+import sys
 
 import openai
 import pydantic_ai
@@ -17,6 +22,13 @@ from tests.serving.scripted import TOKENIZER
 HI = {"role": "user", "content": "Hi"}
 TOOL = {"name": "f", "description": "", "parameters": {"type": "object"}}
 CALLS = 40  # draws, of which one in three calls
+TOOLS = """
+def weather(city: str) -> str:
+    "Weather of a city."
+    with open("asked", "a") as file:
+        print(city, file=file)
+    return "21 °C"
+"""
 
 
 class HfTokenizer:
@@ -118,7 +130,7 @@ class TrainerTest(scripted.ServerTest):
 
 
 class AgentTest(parameterized.TestCase):
-    """PyPI's pydantic-ai, with a model that learned to call its tool."""
+    """PyPI's pydantic-ai and llm, with a model that learned to call their tool."""
 
     @classmethod
     def setUpClass(cls):
@@ -155,6 +167,29 @@ class AgentTest(parameterized.TestCase):
         self.assertEqual(asked, ["Köln"])
         self.assertEqual(answer, "21 °C.")
         self.assertEqual(num_requests, 2)
+
+    @parameterized.parameters((), ("--no-stream",))
+    def test_a_program_calls_its_tool(self, *how):
+        """PyPI's llm, as its users type it: the tool is a Python file of theirs."""
+        home = pathlib.Path(self.create_tempdir().full_path)
+        server = {"model_id": "ours", "model_name": scripted.NAME}
+        server |= {"api_base": f"{self.url}/v1", "api_key_name": "ours"}
+        models = home / "extra-openai-models.yaml"
+        models.write_text(json.dumps([server | {"supports_tools": True}]))
+        (home / "tools.py").write_text(TOOLS)
+        words = ["--model=ours", "--system=You know the weather.", *how]
+        words += [f"--functions={home}/tools.py", f"--key={scripted.KEY}"]
+        done = subprocess.run(
+            [sys.executable, "-m", "llm", *words, "Wetter in Köln?"],
+            env={**os.environ, "LLM_USER_PATH": str(home), "PYTHONUTF8": "1"},
+            cwd=home,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(done.stdout.split(), ["21", "°C."])
+        self.assertEqual((home / "asked").read_text(), "Köln\n")
 
 
 if __name__ == "__main__":
