@@ -1,11 +1,17 @@
 """Stage async_rl: alone equal to stage rl, else never staler than it may be."""
 
+import asyncio
 import collections
 import contextlib
 import dataclasses
 import importlib.util
+import json
+import os
+import pathlib
 import shutil
 import socket
+import sys
+import tempfile
 from unittest import mock
 
 import jax
@@ -13,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import openai
 import pydantic_ai
+import pytest
 from absl.testing import parameterized
 from pydantic_ai.models import openai as openai_models
 from pydantic_ai.providers import openai as openai_providers
@@ -131,12 +138,41 @@ class Chatting(rl_runs.Lottery):
         return await self.step({"content": ""})
 
 
+class Commanding(rl_runs.Lottery):
+    """The same tasks for PyPI's program llm, a process for each episode."""
+
+    has_agents = True
+
+    async def play(self, task, base_url):
+        with tempfile.TemporaryDirectory() as home:
+            server = {"model_id": "ours", "model_name": "any", "api_base": base_url}
+            models = pathlib.Path(home) / "extra-openai-models.yaml"
+            models.write_text(json.dumps([server]))
+            said = task.messages[-1]["content"]
+            child = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "llm", "--model=ours", said),
+                env={**os.environ, "LLM_USER_PATH": home, "PYTHONUTF8": "1"},
+                stdout=asyncio.subprocess.PIPE,
+            )
+            text, _ = await child.communicate()
+        assert child.returncode == 0
+        return await self.step({"content": text.decode().removesuffix("\n")})
+
+
 class AgentTest(runs.OneDeviceTest):
     def test_an_agent_from_pypi_is_trained_unchanged(self):
+        self.require_training(Chatting())
+
+    @pytest.mark.slow
+    def test_a_program_from_pypi_is_trained_unchanged(self):
+        """Two minutes: it takes seconds to start."""
+        self.require_training(Commanding())
+
+    def require_training(self, taskset):
         folder = self.root / "agent"
         with (
             runs.compile_once(STALE),
-            mock.patch.object(environments, "make", return_value=Chatting()),
+            mock.patch.object(environments, "make", return_value=taskset),
         ):
             loop.train(STALE, folder)
         records = metrics.read(folder / "metrics.jsonl")
