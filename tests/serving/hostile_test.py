@@ -1,11 +1,13 @@
-"""Clients that send nonsense, arrive slowly, stop reading or leave."""
+"""Clients that send nonsense, arrive slowly, stop reading, leave, or are many."""
 
+import asyncio
 import contextlib
 import copy
 import json
 import socket
 import ssl
 
+import aiohttp
 import httpx
 import hypothesis
 from absl.testing import parameterized
@@ -305,6 +307,43 @@ class SlowTest(scripted.ServerTest):
         with self.connection() as made:
             made.sendall(b"\x00\xff" * 50_000)
             self.assertStartsWith(made.recv(1000), b"HTTP/1.1 400")
+
+
+class ManyTest(scripted.ServerTest):
+    """benchmarks/serving_cpu.py holds them for a minute, and looks at memory."""
+
+    NUM, LEAVING = 200, 20
+
+    async def stream(self, http):
+        """Returns the text of an answer."""
+        body = {"prompt": "a", "stream": True}
+        async with http.post(f"{self.url}/v1/completions", json=body) as answer:
+            lines = (await answer.text()).split("\n\n")
+        self.assertEqual(lines[-2:], ["data: [DONE]", ""])
+        events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+        return "".join(event["choices"][0]["text"] for event in events)
+
+    async def ask_all(self):
+        """Returns the answers of those that stay; all are asked at the same time."""
+        key = {"x-api-key": scripted.KEY}
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(headers=key, connector=connector) as http:
+            asked = [asyncio.create_task(self.stream(http)) for _ in range(self.NUM)]
+            while self.service.stats().waiting < self.NUM:
+                await asyncio.sleep(0.01)
+            for leaving in asked[: self.LEAVING]:
+                leaving.cancel()
+            while self.service.stats().waiting > self.NUM - self.LEAVING:
+                await asyncio.sleep(0.01)
+            self.service.resume()
+            return await asyncio.gather(*asked[self.LEAVING :])
+
+    def test_no_stream_of_many_is_lost(self):
+        self.service.pause().result()
+        answers = asyncio.run(asyncio.wait_for(self.ask_all(), 120))
+        self.assertEqual(answers, ["bcd"] * (self.NUM - self.LEAVING))
+        scripted.wait_until(lambda: not self.server.config.app.num_active)
+        self.assertEqual(self.service.stats().ended["abort"], self.LEAVING)
 
 
 if __name__ == "__main__":
