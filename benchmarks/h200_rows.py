@@ -15,21 +15,21 @@ JOBS = (
     ("sparse_mla", (4096, 32768), ("fwd", "bwd"), True),
     ("indexer_topk", (4096, 32768), ("fwd",), True),
     ("indexer_topk", (131072,), ("fwd",), False),
-    ("masked_mla", (4096, 32768), ("fwd", "bwd"), True),
+    ("dense_attention", (4096, 32768), ("fwd", "bwd"), True),
     ("grouped_matmul", (8192,), ("fwd", "bwd"), False),
     ("grouped_matmul_fp8", (8192,), ("fwd",), False),
     ("decode_indexer_topk", (131072,), ("fwd",), True),
     ("decode_sparse_mla", (131072,), ("fwd",), True),
     ("sparse_mla", (4096, 32768), ("det",), False),
     ("sparse_indexer_kl_loss", (4096, 32768), ("bwd",), True),
-    ("masked_mla_bits", (4096, 32768), ("fwd", "bwd"), False),
+    ("dense_attention_bits", (4096, 32768), ("fwd", "bwd"), False),
     ("sparse_mla", (131072,), ("fwd", "bwd", "det"), False),
     ("indexer_bits", (4096, 32768), ("fwd",), False),
     ("indexer_scores_at", (32768,), ("fwd", "bwd"), False),
     ("indexer_kl_loss", (4096,), ("bwd",), True),
     ("listed_layer", (4096, 32768, 131072), ("bwd",), False),
     ("masked_layer", (4096, 32768), ("bwd",), False),
-    ("masked_mla", (131072,), ("fwd",), False),
+    ("dense_attention", (131072,), ("fwd",), False),
 )
 # Other block sizes that compile for it; what wins belongs into
 # pallas_kernels/capabilities.py.
@@ -38,10 +38,15 @@ TRIALS = (
     ("sparse_mla", 32768, "bwd", ("sparse_mla_dq=64,32,8,1",)),
     ("sparse_mla", 32768, "bwd", ("sparse_mla_dq=64,16,8,3",)),
     ("sparse_mla", 32768, "bwd", ("sparse_mla_dkv=64,64,8,1",)),
-    ("masked_mla", 32768, "fwd", ("masked_mla=128,32,8,4", "masked_mla=64,64,4,2")),
-    ("masked_mla", 32768, "bwd", ("masked_mla_dq=128,64,8,1",)),
-    ("masked_mla", 32768, "bwd", ("masked_mla_dk=32,128,8,2",)),
-    ("masked_mla", 32768, "bwd", ("masked_mla_dv=32,128,8,3",)),
+    (
+        "dense_attention",
+        32768,
+        "fwd",
+        ("dense_attention=128,32,8,4", "dense_attention=64,64,4,2"),
+    ),
+    ("dense_attention", 32768, "bwd", ("dense_attention_dq=128,64,8,1",)),
+    ("dense_attention", 32768, "bwd", ("dense_attention_dk=32,128,8,2",)),
+    ("dense_attention", 32768, "bwd", ("dense_attention_dv=32,128,8,3",)),
     ("indexer_topk", 32768, "fwd", ("indexer_scores=256,8,2",)),
     ("indexer_topk", 32768, "fwd", ("indexer_scores=128,4,3",)),
     ("grouped_matmul", 8192, "fwd", ("grouped_matmul=128,256,64,8,3",)),
@@ -50,7 +55,7 @@ TRIALS = (
 )
 SLOWEST = 4096  # tokens at which plain XLA is timed; a gradient at 32K takes 18 s
 BASELINE = 32768  # ... and at which the forward pass is
-TORCH = ("masked_mla", "indexer_topk", "sparse_mla")
+TORCH = ("dense_attention", "indexer_topk", "sparse_mla")
 FASTER = 0.97  # than this much of the time: less is noise
 PHASES = ("ceiling", "values", "time", "baseline", "torch", "trial")
 CEILINGS = ("matmul", "copy")
@@ -104,7 +109,7 @@ def _planned() -> Iterator[Row]:
             yield row._replace(phase="baseline")
     for row, _ in timed:
         is_torch = row.op in TORCH and row.length <= BASELINE
-        if is_torch and (row.mode == "fwd" or row.op == "masked_mla"):
+        if is_torch and (row.mode == "fwd" or row.op == "dense_attention"):
             yield row._replace(phase="torch")
     for op, length, mode, entries in TRIALS:
         yield from (Row("trial", op, length, mode, blocks) for blocks in entries)

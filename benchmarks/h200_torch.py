@@ -19,8 +19,12 @@ CHUNK = 512  # queries scored or gathered at a time
 
 def timed(op: str, length: int, mode: str) -> dict[str, float]:
     """{"torch_ms": ...}, or nothing where torch has no such op or takes too long."""
-    makers = {"masked_mla": _dense, "indexer_topk": _topk, "sparse_mla": _sparse}
-    if op not in makers or length > 32768 or (mode != "fwd" and op != "masked_mla"):
+    makers = {"dense_attention": _dense, "indexer_topk": _topk, "sparse_mla": _sparse}
+    if (
+        op not in makers
+        or length > 32768
+        or (mode != "fwd" and op != "dense_attention")
+    ):
         return {}
     call = makers[op](cases.full(length), mode != "fwd")
     call()

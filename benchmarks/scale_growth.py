@@ -27,7 +27,7 @@ Report = dict[str, Any]
 PARTS = {
     "indexer_bits": "indexer's scores of all keys (quadratic)",
     "list_from_bits": "lists of the selected keys (quadratic)",
-    "masked_mla": "attention under a mask (quadratic)",
+    "dense_attention": "attention under a mask (quadratic)",
     "sparse_mla": "attention to listed keys",
     "kl": "indexer's loss",
 }

@@ -5,6 +5,7 @@ files are implementations that agree with it in values and gradients.
 """
 
 from pallas_kernels.decode import decode_indexer_topk, decode_sparse_mla
+from pallas_kernels.dense_attention import dense_attention
 from pallas_kernels.dispatch import SAVED
 from pallas_kernels.grouped_codes import grouped_codes, takes_grouped_codes
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_quantized
@@ -17,7 +18,6 @@ from pallas_kernels.indexer_topk import (
     indexer_select,
     indexer_topk,
 )
-from pallas_kernels.masked_mla import masked_mla
 from pallas_kernels.selection import segment_bounds
 from pallas_kernels.sparse_mla import sparse_mla
 
@@ -27,6 +27,7 @@ __all__ = [
     "SAVED",
     "decode_indexer_topk",
     "decode_sparse_mla",
+    "dense_attention",
     "grouped_codes",
     "grouped_matmul",
     "grouped_matmul_quantized",
@@ -37,7 +38,6 @@ __all__ = [
     "indexer_scores_at",
     "indexer_select",
     "indexer_topk",
-    "masked_mla",
     "segment_bounds",
     "sparse_indexer_kl_loss",
     "sparse_mla",

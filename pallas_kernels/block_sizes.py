@@ -23,7 +23,7 @@ class Tpu:
 
     cores: int = 1  # per device; each sums a part of the queries
     vmem_bytes: int = 56 << 20  # limit of a kernel: 64 MB less XLA's own
-    masked_mla: tuple[int, int] = (1024, 1024)  # queries, keys: powers of two
+    dense_attention: tuple[int, int] = (1024, 1024)  # queries, keys: powers of two
     indexer_kl: tuple[int, int] = (512, 1024)  # queries, keys
     indexer_keys: int = 1024  # fetched and scored at a time; divides selection.RUN
     sparse_rows: int = 1024  # fetched at a time; attention and loss

@@ -58,7 +58,7 @@ LONGEST = (
     "ablations/runner_test.py",
     "scale/compiled/report_test.py",
     "pallas_kernels/decode_tpu_test.py",
-    "pallas_kernels/masked_mla_tpu_test.py",
+    "pallas_kernels/dense_attention_tpu_test.py",
     "pallas_kernels/packaging_test.py",
     "docs_blocks_test.py",
     "scale/plan/planner_test.py",

@@ -150,7 +150,7 @@ def _dense_work(case: Case) -> tuple[float, float, float, float]:
 
 
 def _dense_call(case: Case, implementation: str | None, deterministic: bool) -> Any:
-    return _call("masked_mla", scale=case.scale, implementation=implementation)
+    return _call("dense_attention", scale=case.scale, implementation=implementation)
 
 
 def _kl_call(name: str, num_main: int) -> Callable:
@@ -267,10 +267,10 @@ OPERATIONS = {
     "sparse_mla": Operation(
         ("q_latent", "kv", "indices"), _sparse_call, _sparse_work, (0, 1)
     ),
-    "masked_mla": Operation(
+    "dense_attention": Operation(
         ("q", "k", "v", "lo", "hi"), _dense_call, _dense_work, (0, 1, 2)
     ),
-    "masked_mla_bits": Operation(
+    "dense_attention_bits": Operation(
         ("q", "k", "v", "lo", "hi", "bits"), _dense_call, _dense_work, (0, 1, 2)
     ),
     "indexer_kl_loss": Operation(
@@ -293,7 +293,7 @@ OPERATIONS = {
     ),
     "masked_layer": Operation(
         (*_INDEX, "lo", "hi", "weight", "q", "k", "v"),
-        _layer_call("indexer_bits", "masked_mla", "indexer_kl_loss"),
+        _layer_call("indexer_bits", "dense_attention", "indexer_kl_loss"),
         _layer_work(_indexer_work, _dense_work, _kl_work),
         (0, 1, 2, 6, 7, 8),
     ),

@@ -13,9 +13,9 @@ from jax.scipy import special
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, selection, tiles, varying
+from pallas_kernels.dense_attention import tiled as attention
 from pallas_kernels.indexer_kl import gradient as gradient_lib
 from pallas_kernels.indexer_topk import tiled as indexer
-from pallas_kernels.masked_mla import tiled as attention
 from pallas_kernels.sparse_mla import tiled as lists
 
 

@@ -20,9 +20,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import block_pairs, block_sizes, cost, dispatch, selection
+from pallas_kernels.dense_attention import tiled
+from pallas_kernels.dense_attention import tpu_blocks as blocks
 from pallas_kernels.indexer_kl import gradient as gradient_lib
-from pallas_kernels.masked_mla import tiled
-from pallas_kernels.masked_mla import tpu_blocks as blocks
 
 HEADS = 8  # attention heads per step: the fewest of a log-sum-exp block
 LANES = selection.LANES

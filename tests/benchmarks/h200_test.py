@@ -41,7 +41,7 @@ TIMES = (
     "time+sparse_mla+64+bwd+",
     "time+sparse_mla+64+det+",
 )
-NEXT = "time+masked_mla+64+fwd+"
+NEXT = "time+dense_attention+64+fwd+"
 
 
 class PlanTest(absltest.TestCase):
@@ -70,7 +70,7 @@ class FaultsTest(absltest.TestCase):
 
     def test_a_fault_costs_one_row(self):
         faults = dict(zip(TIMES, ("crash", "hang", "raise"), strict=True))
-        only = "--only=time,sparse_mla,masked_mla"
+        only = "--only=time,sparse_mla,dense_attention"
         code, rows = self.run_with(faults, only, "--row_seconds=1")
         self.assertEqual(code, 1)
         for name, words in zip(TIMES, ("SIGABRT", "no answer", "illegal"), strict=True):
@@ -85,7 +85,7 @@ class FaultsTest(absltest.TestCase):
         self.assertTrue(all("failure" not in row for row in mended.values()))
 
     def test_rows_that_time_cut_off_are_run_by_the_next_call(self):
-        only = "--only=time,masked_mla"
+        only = "--only=time,dense_attention"
         code, rows = self.run_with({NEXT: "hang"}, only, "--seconds=1")
         self.assertEqual(code, 3)
         self.assertNotIn("failure", rows[NEXT])

@@ -20,9 +20,9 @@ TPUS = ("v5p", "v6e", "tpu7x")
 TPU_OPS = (
     ("indexer_bits", "fwd"),
     ("indexer_topk", "fwd"),
-    ("masked_mla_bits", "fwd"),
-    ("masked_mla_bits", "bwd"),
-    ("masked_mla", "bwd"),
+    ("dense_attention_bits", "fwd"),
+    ("dense_attention_bits", "bwd"),
+    ("dense_attention", "bwd"),
     ("indexer_kl_loss", "bwd"),
     ("sparse_mla", "fwd"),
     ("sparse_mla", "bwd"),
@@ -33,7 +33,7 @@ TPU_OPS = (
 )
 GPU_OPS = (
     *TPU_OPS,
-    ("masked_mla", "fwd"),
+    ("dense_attention", "fwd"),
     ("indexer_kl_loss", "fwd"),
     ("sparse_indexer_kl_loss", "fwd"),
     ("grouped_matmul", "fwd"),
@@ -51,8 +51,8 @@ KIB_PER_TOKEN = {
     "indexer_bits": 2,
     "indexer_scores_at": 12,
     "sparse_mla": 300,
-    "masked_mla": 264,
-    "masked_mla_bits": 260,
+    "dense_attention": 264,
+    "dense_attention_bits": 260,
     "indexer_kl_loss": 96,
     "sparse_indexer_kl_loss": 96,
     "grouped_matmul": 72,
@@ -69,7 +69,7 @@ OTHER_FIXED_MIB = 64
 V6E_SHARE = {"queries": 16384, "heads": 16}
 FASTEST = (
     ("v5p", "indexer_bits", "fwd", 4096),
-    ("v5p", "masked_mla_bits", "fwd", 4096),
+    ("v5p", "dense_attention_bits", "fwd", 4096),
     ("v5p", "sparse_mla", "fwd", 4096),
     ("v6e", "sparse_mla", "fwd", 4096),
     ("tpu7x", "sparse_mla", "fwd", 4096),

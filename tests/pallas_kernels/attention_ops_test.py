@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
 
-from pallas_kernels import indexer_kl_loss, indexer_mask, indexer_topk, masked_mla
+from pallas_kernels import dense_attention, indexer_kl_loss, indexer_mask, indexer_topk
+from pallas_kernels.dense_attention import tiled as attention_tiled
 from pallas_kernels.indexer_topk import reference as indexer_reference
 from pallas_kernels.indexer_topk import tiled as indexer_tiled
-from pallas_kernels.masked_mla import tiled as attention_tiled
 from tests import environment
 from tests.pallas_kernels import program
 
@@ -121,7 +121,9 @@ class AttentionTest(parameterized.TestCase):
         mask = selected(x, topk=9)
 
         def loss(q, k, v, lo, hi, mask, name):
-            out, lse = masked_mla(q, k, v, lo, hi, mask, scale=0.3, implementation=name)
+            out, lse = dense_attention(
+                q, k, v, lo, hi, mask, scale=0.3, implementation=name
+            )
             return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(lse)), (out, lse)
 
         gradients = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True), static_argnums=6)
@@ -135,7 +137,7 @@ class AttentionTest(parameterized.TestCase):
         x = make_inputs(20, 20)
         mask = selected(x, topk=4)
         args = x["q"], x["k"], x["v"], x["lo"], x["hi"], mask
-        out, lse = map(np.asarray, program.call(masked_mla, *args, scale=0.3))
+        out, lse = map(np.asarray, program.call(dense_attention, *args, scale=0.3))
         mask = np.asarray(mask)
         q, k, v = (np.asarray(x[name], np.float64) for name in "qkv")
         for b, t, n in np.ndindex(B, 20, N):
@@ -155,7 +157,7 @@ class AttentionTest(parameterized.TestCase):
         q, k, v = (x[name].astype(jnp.bfloat16) for name in "qkv")
         args = (q * 4, k * 4, v, x["lo"], x["hi"])
         lse, want = (
-            program.call(masked_mla, *args, scale=0.1, implementation=name)[1]
+            program.call(dense_attention, *args, scale=0.1, implementation=name)[1]
             for name in ("tiled", "reference")
         )
         np.testing.assert_allclose(lse, want, atol=1e-5)
@@ -163,7 +165,9 @@ class AttentionTest(parameterized.TestCase):
     def test_bfloat16_is_close_to_float32(self):
         x = make_inputs(70, 70)
         args = (x["q"], x["k"], x["v"])
-        run = jax.jit(functools.partial(masked_mla, lo=x["lo"], hi=x["hi"], scale=0.3))
+        run = jax.jit(
+            functools.partial(dense_attention, lo=x["lo"], hi=x["hi"], scale=0.3)
+        )
         want, _ = run(*args)
         got, _ = run(*(a.astype(jnp.bfloat16) for a in args))
         error = np.linalg.norm(got.astype(jnp.float32) - want) / np.linalg.norm(want)
@@ -191,7 +195,7 @@ class IndexerLossTest(parameterized.TestCase):
             x[name] for name in ("index", "q", "k", "v", "lo", "hi")
         )
         for keep in (mask, None):
-            _, lse = program.call(masked_mla, q, k, v, lo, hi, keep, scale=0.3)
+            _, lse = program.call(dense_attention, q, k, v, lo, hi, keep, scale=0.3)
             args = index, q, k, lse, lo, hi
             (got, (grads, *others)), (want, (wanted, *_)) = (
                 gradients(*args, keep, name) for name in ("tiled", "reference")

@@ -77,7 +77,7 @@ class BenchTest(parameterized.TestCase):
     def test_an_op_that_fails_does_not_stop_the_others(self):
         code, out, _ = run(
             "sparse_mla",
-            "masked_mla",
+            "dense_attention",
             "--size=small",
             "--length=16",
             "--implementation=gpu",
@@ -162,7 +162,7 @@ class BenchTest(parameterized.TestCase):
         def is_less(length):
             floor = lambda op, mode: measure.floor(measure.Job(op, length, mode), chip)
             sparse = sum(floor(*part)["floor_ms"] for part in parts)
-            return sparse < floor("masked_mla", "bwd")["floor_ms"]
+            return sparse < floor("dense_attention", "bwd")["floor_ms"]
 
         self.assertFalse(is_less(length - 1024))
         self.assertTrue(is_less(length))

@@ -30,9 +30,9 @@ class BlockSizesTest(parameterized.TestCase):
     @parameterized.parameters(*block_sizes.TPUS)
     def test_blocks_divide_their_dims(self, chip):
         row = block_sizes.TPUS[chip]
-        for size in (*row.masked_mla, *row.indexer_kl):
+        for size in (*row.dense_attention, *row.indexer_kl):
             self.assertEqual(size & (size - 1), 0)  # a power of two
-        for keys in (row.masked_mla[1], row.indexer_kl[1], row.indexer_keys):
+        for keys in (row.dense_attention[1], row.indexer_kl[1], row.indexer_keys):
             self.assertEqual(selection.RUN % keys, 0)
         self.assertEqual(row.indexer_keys % tpu_dense.PRODUCT_KEYS, 0)
 
@@ -41,7 +41,7 @@ class BlockSizesTest(parameterized.TestCase):
         """Bits and statistics are padded to 128 queries."""
         row = capabilities.GPUS[capability]
         for kernel in ("", "_dq", "_dk", "_dv"):
-            tile = getattr(row, f"masked_mla{kernel}")
+            tile = getattr(row, f"dense_attention{kernel}")
             self.assertEqual(128 % tile.sizes[0], 0)
             self.assertEqual(tile.sizes[1] % 32, 0)  # keys of a word
         for kernel in ("target", "loss", "gradient", "dk"):
@@ -84,10 +84,10 @@ class BlockSizesTest(parameterized.TestCase):
             self.assertIs(block_sizes.gpu(), row)
             self.assertIs(block_sizes.tpu(), block_sizes.TPUS["v5p"])
         self.assertIs(block_sizes.gpu(), before)
-        row = block_sizes.changed(block_sizes.of("v6e"), "masked_mla=512,2048")
-        self.assertEqual(row.masked_mla, (512, 2048))
+        row = block_sizes.changed(block_sizes.of("v6e"), "dense_attention=512,2048")
+        self.assertEqual(row.dense_attention, (512, 2048))
         row = block_sizes.changed(row, "sparse_rows=256")
-        self.assertEqual((row.masked_mla, row.sparse_rows), ((512, 2048), 256))
+        self.assertEqual((row.dense_attention, row.sparse_rows), ((512, 2048), 256))
 
 
 if __name__ == "__main__":

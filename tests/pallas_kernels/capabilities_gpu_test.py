@@ -17,8 +17,8 @@ from pallas_kernels import (
 )
 from tests import environment
 from tests.pallas_kernels import (
+    dense_attention_gpu_test,
     indexer_kl_gpu_test,
-    masked_mla_gpu_test,
     sparse_mla_gpu_test,
     sparse_mla_test,
 )
@@ -50,10 +50,10 @@ class CapabilitiesGpuTest(parameterized.TestCase):
             sparse_mla_test.assert_close(got, want, "bfloat16")
 
     @parameterized.named_parameters(*OTHERS)
-    def test_masked_mla(self, capability):
-        test = masked_mla_gpu_test.MaskedMlaGpuTest()
+    def test_dense_attention(self, capability):
+        test = dense_attention_gpu_test.DenseAttentionGpuTest()
         with self.tried(capability):
-            test.check(masked_mla_gpu_test.CASES[0], "bits", jnp.bfloat16)
+            test.check(dense_attention_gpu_test.CASES[0], "bits", jnp.bfloat16)
 
     @parameterized.named_parameters(*OTHERS)
     def test_indexer_kl(self, capability):

@@ -21,8 +21,8 @@ CAN_COMPILE &= os.environ.get("TRITON_INTERPRET") != "1"
 OPS = (
     ("sparse_mla", "bwd"),
     ("sparse_mla", "det"),
-    ("masked_mla", "fwd"),
-    ("masked_mla_bits", "bwd"),
+    ("dense_attention", "fwd"),
+    ("dense_attention_bits", "bwd"),
     ("indexer_topk", "fwd"),
     ("indexer_bits", "fwd"),
     ("indexer_scores_at", "bwd"),
@@ -42,16 +42,16 @@ SPILLS = {(90, "sparse_mla", "det"): 8, (100, "sparse_mla", "det"): 52}
 TIMES = {
     ("sparse_mla", "_forward_kernel"): 1.53,
     ("decode_sparse_mla", "_part_kernel"): 1.53,
-    ("masked_mla", "_forward_kernel"): 1.5,
-    ("masked_mla_bits", "_forward_kernel"): 1.5,
+    ("dense_attention", "_forward_kernel"): 1.5,
+    ("dense_attention_bits", "_forward_kernel"): 1.5,
 }
 OTHER_TIMES = 1.04
 # Most that the instructions of an op multiply, over what its definition needs.
 ISSUED = {
     ("sparse_mla", "fwd"): 1.54,
     ("sparse_mla", "bwd"): 1.48,  # scores in both gradients
-    ("masked_mla", "fwd"): 1.52,
-    ("masked_mla_bits", "bwd"): 1.58,  # scores in three kernels
+    ("dense_attention", "fwd"): 1.52,
+    ("dense_attention_bits", "bwd"): 1.58,  # scores in three kernels
     ("indexer_topk", "fwd"): 1.01,
     ("indexer_bits", "fwd"): 1.01,
     ("indexer_scores_at", "bwd"): 1.39,

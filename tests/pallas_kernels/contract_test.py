@@ -68,9 +68,9 @@ def sparse_mla(x, **options):
     return pk.sparse_mla(*args, scale=0.1, value_dim=x["value_dim"], **options)
 
 
-def masked_mla(x, **options):
+def dense_attention(x, **options):
     args = [x[n] for n in ("q_heads", "k_heads", "k_heads", "lo", "hi", "bits")]
-    return pk.masked_mla(*args, scale=0.1, **options)
+    return pk.dense_attention(*args, scale=0.1, **options)
 
 
 def indexer_topk(x, **options):
@@ -134,17 +134,17 @@ WRONG = {
         "indices must have K >= 1",
     ),
     "keys_of_other_heads": (
-        masked_mla,
+        dense_attention,
         {"k_heads": (B, S, 4, 128)},
         "k must be .*N = 8",
     ),
     "mask_queries_first": (
-        masked_mla,
+        dense_attention,
         {"bits": jnp.ones((B, T, S), bool)},
         "keys first",
     ),
     "more_queries_than_keys": (
-        masked_mla,
+        dense_attention,
         {"k_heads": (B, 3, N, 128)},
         "up to 3, got 4",
     ),
@@ -284,7 +284,7 @@ class EmptyTest(parameterized.TestCase):
         run = functools.partial(compiled, implementation=name)
         out, lse = run(sparse_mla, x)
         self.assertEqual((out.shape, lse.shape), ((B, 0, N, C), (B, N, 0)))
-        self.assertEqual(run(masked_mla, x)[0].shape, (B, 0, N, 128))
+        self.assertEqual(run(dense_attention, x)[0].shape, (B, 0, N, 128))
         self.assertEqual(run(indexer_topk, x).shape, (B, 0, K))
         self.assertEqual(run(indexer_scores_at, x).shape, (B, 0, K))
 
@@ -317,10 +317,16 @@ class ValueDimTest(parameterized.TestCase):
 
 class ClampTest(parameterized.TestCase):
     @parameterized.parameters(
-        (None, (sparse_mla, masked_mla, indexer_topk, grouped_matmul)),
+        (None, (sparse_mla, dense_attention, indexer_topk, grouped_matmul)),
         (
             "gpu_interpret",
-            (sparse_mla, masked_mla, indexer_topk, decode_sparse_mla, grouped_matmul),
+            (
+                sparse_mla,
+                dense_attention,
+                indexer_topk,
+                decode_sparse_mla,
+                grouped_matmul,
+            ),
         ),
     )
     def test_indices_of_no_key_count_as_nothing(self, name, ops):

@@ -38,7 +38,7 @@ LSE_BYTES, OUT_BYTES = of(LISTED, "lse"), 2 * B * 48 * N * C
 SPARSE_KL_BYTES = of(LISTED, "indices", "q_latent", "lse", "q_index", "w", "weight")
 # What each kernel of an op multiplies, and the bytes that it reads and writes once.
 FORWARD = {
-    ("masked_mla", "masked_mla"): (
+    ("dense_attention", "dense_attention"): (
         PAIRS * 2 * N * (H + O),
         of(DENSE, "q", "k", "v"),
     ),
@@ -79,7 +79,7 @@ FORWARD = {
 # The gradient's kernels; "indexer_kl_loss" and its list form do the forward pass too.
 BACKWARD = {
     # Scores and dP twice: for dq, and for dk and dv.
-    ("masked_mla", "masked_mla_backward"): (
+    ("dense_attention", "dense_attention_backward"): (
         PAIRS * 2 * N * ((2 * H + O) + 2 * (H + O)),
         2 * of(DENSE, "q", "k", "v", "lo", "hi", "lse", "lse")
         + 2 * 2 * B * 2048 * N * O

@@ -13,8 +13,8 @@ from absl.testing import parameterized
 
 from pallas_kernels import (
     cases,
+    dense_attention,
     indexer_kl_loss,
-    masked_mla,
     selection,
     sparse_indexer_kl_loss,
     sparse_mla,
@@ -71,7 +71,7 @@ def run_dense(case, implementation, is_selected):
         mask = jnp.asarray(rng.random((case.batch, case.keys, case.queries)) < 0.3)
         mask &= selection.visible(lo, hi, case.keys).swapaxes(1, 2)
         bits = selection.pack(mask)
-    _, lse = masked_mla(
+    _, lse = dense_attention(
         q, k, k, lo, hi, bits, scale=case.scale, implementation="reference"
     )
     return differentiated(

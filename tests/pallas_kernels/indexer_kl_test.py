@@ -6,9 +6,9 @@ from absl.testing import parameterized
 
 from pallas_kernels import (
     cases,
+    dense_attention,
     indexer_kl_loss,
     indexer_mask,
-    masked_mla,
     selection,
     sparse_indexer_kl_loss,
     sparse_mla,
@@ -88,7 +88,7 @@ class LoopTest(parameterized.TestCase):
             keep = program.call(indexer_mask, *index, lo, hi, topk=CASE.topk)
 
         def loss(index, q, k, v, lo, hi, keep, weight):
-            lse = masked_mla(q, k, v, lo, hi, keep, scale=CASE.scale)[1]
+            lse = dense_attention(q, k, v, lo, hi, keep, scale=CASE.scale)[1]
             options = {"scale": CASE.scale, "implementation": implementation}
             rest = (lo, hi, keep, weight)
             return indexer_kl_loss((q, k, lse), index, *rest, **options)

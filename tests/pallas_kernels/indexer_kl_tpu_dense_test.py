@@ -8,9 +8,9 @@ from absl.testing import parameterized
 from pallas_kernels import (
     block_sizes,
     cases,
+    dense_attention,
     indexer_kl_loss,
     indexer_mask,
-    masked_mla,
     selection,
 )
 from tests import environment
@@ -52,7 +52,9 @@ class IndexerKlTest(parameterized.TestCase):
         selected = None
         if is_selected:
             selected = program.call(indexer_mask, *index, lo, hi, topk=32)
-        _, lse = program.call(masked_mla, q, k, v, lo, hi, selected, scale=case.scale)
+        _, lse = program.call(
+            dense_attention, q, k, v, lo, hi, selected, scale=case.scale
+        )
         if is_selected and case.dtype == "bfloat16":
             selected = program.call(selection.pack, selected)
 

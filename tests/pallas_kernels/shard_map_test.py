@@ -33,7 +33,7 @@ def layer(x, lo, hi, sum_over):
     q, kv = x["main"]
     out, lse = pk.sparse_mla(q, kv, lists, scale=0.2, value_dim=C)
     k = jnp.broadcast_to(kv[:, :, None], (*kv.shape[:2], *q.shape[2:]))
-    dense, dense_lse = pk.masked_mla(q, k, k[..., :C], lo, hi, mask, scale=0.2)
+    dense, dense_lse = pk.dense_attention(q, k, k[..., :C], lo, hi, mask, scale=0.2)
     weight = jnp.ones(lo.shape)
     loss = pk.sparse_indexer_kl_loss((q, kv, lse), x["index"], lists, weight, scale=0.2)
     loss += pk.indexer_kl_loss(

@@ -37,7 +37,9 @@ class StepsTest(parameterized.TestCase):
         self.assertEqual(got, 3 * want)
         sizes = {"BM": rows, "BN": keys, "N": 5}
         for name in ("dq", "dk", "dv"):
-            got = steps.count("masked_mla.gpu_backward", f"_{name}_kernel", sizes, CASE)
+            got = steps.count(
+                "dense_attention.gpu_backward", f"_{name}_kernel", sizes, CASE
+            )
             self.assertEqual(got, 5 * want)
 
     def test_lists(self):

@@ -11,10 +11,10 @@ import numpy as np
 from absl.testing import parameterized
 
 from pallas_kernels import block_pairs, selection
+from pallas_kernels.dense_attention import tiled
+from pallas_kernels.dense_attention import tpu_blocks as blocks
 from pallas_kernels.indexer_kl import tpu_dense as kl
 from pallas_kernels.indexer_topk import tpu_dense as topk
-from pallas_kernels.masked_mla import tiled
-from pallas_kernels.masked_mla import tpu_blocks as blocks
 from pallas_kernels.sparse_mla import tpu_rows
 from tests import environment
 

@@ -12,9 +12,9 @@ import numpy as np
 from absl.testing import parameterized
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import block_sizes, cases, indexer_kl_loss, masked_mla
+from pallas_kernels import block_sizes, cases, dense_attention, indexer_kl_loss
+from pallas_kernels.dense_attention import tpu
 from pallas_kernels.indexer_kl import tpu_dense
-from pallas_kernels.masked_mla import tpu
 from tests import environment
 from tests.pallas_kernels import program
 
@@ -27,7 +27,7 @@ RTOL = 1e-4  # of float32, in another order
 class BoundsTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
-        sizes = block_sizes.Tpu(masked_mla=(1024, 1024), indexer_kl=(1024, 1024))
+        sizes = block_sizes.Tpu(dense_attention=(1024, 1024), indexer_kl=(1024, 1024))
         self.enter_context(block_sizes.tried(sizes))
 
     def assert_close(self, kernel, definition, *args):
@@ -37,7 +37,7 @@ class BoundsTest(parameterized.TestCase):
         for g, w in zip(*map(jax.tree.leaves, (got, want)), strict=True):
             np.testing.assert_allclose(g, w, rtol=RTOL, atol=RTOL * abs(w).max())
 
-    def test_masked_mla(self):
+    def test_dense_attention(self):
         q, k, v, lo, hi = cases.make(CASE, "q", "k", "v", "lo", "hi")
 
         def loss(attend):
@@ -49,8 +49,8 @@ class BoundsTest(parameterized.TestCase):
 
         options = {"scale": 0.1, "implementation": "reference"}
         self.assert_close(
-            loss(lambda *args: tpu.masked_mla(*args, None, 0.1)),
-            loss(functools.partial(masked_mla, **options)),
+            loss(lambda *args: tpu.dense_attention(*args, None, 0.1)),
+            loss(functools.partial(dense_attention, **options)),
             (q, k, v),
             lo,
             hi,
@@ -60,7 +60,7 @@ class BoundsTest(parameterized.TestCase):
         names = ("q", "k", "lo", "hi", "q_index", "k_index", "w", "weight")
         q, k, lo, hi, *index, weight = cases.make(CASE, *names)
         options = {"scale": 0.1, "implementation": "reference"}
-        _, lse = program.call(masked_mla, q, k, k, lo, hi, **options)
+        _, lse = program.call(dense_attention, q, k, k, lo, hi, **options)
 
         def kernel(index, main, lo, hi, weight):
             rest = (lo, hi, None, weight)

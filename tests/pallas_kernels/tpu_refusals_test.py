@@ -12,8 +12,8 @@ from absl.testing import parameterized
 
 import pallas_kernels
 from pallas_kernels import block_sizes, cases, dispatch
+from pallas_kernels.dense_attention import tpu as dense_attention
 from pallas_kernels.indexer_kl import tpu_dense as indexer_kl
-from pallas_kernels.masked_mla import tpu as masked_mla
 from tests import environment
 from tests.pallas_kernels import program
 
@@ -22,7 +22,7 @@ CASE = cases.SMALL["short"]
 OPS = {
     "indexer_bits": (("q_index", "k_index", "w", "lo", "hi"), {"topk": 4}),
     "indexer_topk": (("q_index", "k_index", "w", "lo", "hi"), {"topk": 4}),
-    "masked_mla": (("q", "k", "v", "lo", "hi"), {"scale": 0.1}),
+    "dense_attention": (("q", "k", "v", "lo", "hi"), {"scale": 0.1}),
     "sparse_mla": (("q_latent", "kv", "indices"), {"scale": 0.1}),
     "decode_sparse_mla": (("q_latent", "kv", "indices"), {"scale": 0.1}),
     "decode_indexer_topk": (("q_index", "k_index", "w", "lo", "hi"), {"topk": 4}),
@@ -36,10 +36,10 @@ REFUSED = (
     ("indexer_bits", {"index_heads": 12}, {}, r"8 x 128, got \(12, 128\)"),
     ("indexer_topk", {"index_dim": 64}, {}, r"8 x 128, got \(8, 64\)"),
     ("indexer_bits", {"keys": 2**19 + 1}, {}, "scores of 524289 keys do not fit"),
-    ("masked_mla", {"head_dim": 64}, {}, r"multiples of 128, got \(64, 128\)"),
-    ("masked_mla", {"value_dim": 64}, {}, r"multiples of 128, got \(128, 64\)"),
-    ("masked_mla", {"batch": 2**18}, {}, "262144 pairs of blocks do not fit"),
-    ("masked_mla", {"batch": 220 * 1024 + 1}, {}, "225281 pairs of blocks do not"),
+    ("dense_attention", {"head_dim": 64}, {}, r"multiples of 128, got \(64, 128\)"),
+    ("dense_attention", {"value_dim": 64}, {}, r"multiples of 128, got \(128, 64\)"),
+    ("dense_attention", {"batch": 2**18}, {}, "262144 pairs of blocks do not fit"),
+    ("dense_attention", {"batch": 220 * 1024 + 1}, {}, "225281 pairs of blocks do not"),
     ("sparse_mla", {"latent": 64}, {}, "multiple of 128, got 64"),
     ("sparse_mla", {}, FLOAT32, "got bfloat16, float32"),
     ("sparse_mla", {}, BOTH_FLOAT16, "got float16, float16"),
@@ -61,7 +61,7 @@ REFUSED = (
 TAKEN = (
     ("indexer_bits", {"keys": 2**19}),
     ("indexer_topk", {"index_heads": 16, "index_dim": 384}),
-    ("masked_mla", {"batch": 220 * 1024, "head_dim": 384, "value_dim": 256}),
+    ("dense_attention", {"batch": 220 * 1024, "head_dim": 384, "value_dim": 256}),
     ("sparse_mla", {"latent": 256}),
     ("decode_sparse_mla", {"keys": 8}),
     ("decode_indexer_topk", {"queries": 8, "keys": 16}),
@@ -120,7 +120,7 @@ class PairsTest(parameterized.TestCase):
         """3 x 5 blocks; queries 0 to 1023 do not see the last keys."""
         heads = ((batch, 2500, 2, 128), "bfloat16"), ((batch, 5000, 2, 128), "bfloat16")
         unsupported = functools.partial(
-            masked_mla.unsupported_masked_mla, selected=None, scale=0.1
+            dense_attention.unsupported_dense_attention, selected=None, scale=0.1
         )
         bounds = [((batch, 2500), "int32")] * 2
         with block_sizes.tried(block_sizes.Tpu()):

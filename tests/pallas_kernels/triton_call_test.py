@@ -29,7 +29,7 @@ if sparse_mla_gpu_test.CAN_INTERPRET:
 )
 class TritonCallTest(absltest.TestCase):
     def test_rows_of_a_million_tokens_are_found(self):
-        """Words of masked_mla and rows of grouped_matmul's dw lie so far apart."""
+        """Words of dense_attention and rows of grouped_matmul's dw lie so far apart."""
         starts = jnp.asarray([0, 349_526, 2**20], jnp.int32)
         [found] = triton_call.call(
             distances,

@@ -73,7 +73,7 @@ class GroupedAttention:
                 attended = Attended(collectives.all_keys(k), collectives.all_keys(v))
             copies = q.shape[2] // attended.k.shape[2]
             k, v = (jnp.repeat(rows, copies, axis=2) for rows in attended)
-            out, _ = pallas_kernels.masked_mla(
+            out, _ = pallas_kernels.dense_attention(
                 q, k, v, context.lo, context.hi, scale=self._scale
             )
             y = mla.output(attn, out)

@@ -189,7 +189,7 @@ def expanded(
     q = jnp.concatenate(queries(params, config, c_q, context), axis=-1)
     k, v = keys_and_values(params, kv)  # [W_UK c | k_rope for each head], W_UV c
     mask, scale = selection_lib.dense_argument(selection), config.softmax_scale
-    out, lse = pallas_kernels.masked_mla(
+    out, lse = pallas_kernels.dense_attention(
         q, k, v, context.lo, context.hi, mask, scale=scale
     )
     return output(params, out), Softmax(q, k, lse)

@@ -47,7 +47,7 @@ class PoliciesTest(absltest.TestCase):
         experts = count("experts", expert_transport="exchange", expert_chunks=2)
         for found, times in ((full, 11), (kernels, 11), (experts, 9)):
             self.assertAlmostEqual(found[flops.GROUPED] / PRODUCT, times)
-        for name in ("masked_mla", "indexer_bits", "indexer_kl_loss"):
+        for name in ("dense_attention", "indexer_bits", "indexer_kl_loss"):
             self.assertEqual(full[f"kernel {name}"], 2 * kernels[f"kernel {name}"])
         dense = full["dense products"] - kernels["dense products"]
         self.assertAlmostEqual(dense / (OUTPUT + INDEX), 1)

@@ -100,7 +100,7 @@ class CompiledTest(parameterized.TestCase):
     def test_attention(self, entry):
         """By the kernels' own counts; they take of the last block half."""
         s, counted = setting_of_entry(entry), entry["flops_by_kind"]
-        name = "sparse_mla" if s.has_lists else "masked_mla"
+        name = "sparse_mla" if s.has_lists else "dense_attention"
         want = counted[f"kernel {name}"] + counted[f"kernel {name}_backward"]
         if not s.has_lists:
             want *= (s.keys + work.KEY_BLOCK) / (s.keys + 1)

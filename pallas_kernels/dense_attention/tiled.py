@@ -18,7 +18,7 @@ from pallas_kernels.indexer_topk import tiled as indexer
 HIDDEN = -1e30  # score of a key that is not selected; exp(HIDDEN - finite) is 0
 
 
-def masked_mla(
+def dense_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S N H"],
     v: Float[Array, "B S N O"],
@@ -27,7 +27,7 @@ def masked_mla(
     selected: Array | None,
     scale: float,
 ) -> tuple[Float[Array, "B T N O"], Float[Array, "B N T"]]:
-    """See `pallas_kernels.masked_mla`."""
+    """See `pallas_kernels.dense_attention`."""
     mask = selection.as_mask(selected, k.shape[1])
     bounds = (lo[..., None], hi[..., None])
     heads_first = [x.swapaxes(1, 2) for x in (q, k, v)]

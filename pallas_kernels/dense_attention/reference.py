@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import selection
 
 
-def masked_mla(
+def dense_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S N H"],
     v: Float[Array, "B S N O"],
@@ -15,7 +15,7 @@ def masked_mla(
     selected: Array | None,
     scale: float,
 ) -> tuple[Float[Array, "B T N O"], Float[Array, "B N T"]]:
-    """See `pallas_kernels.masked_mla`."""
+    """See `pallas_kernels.dense_attention`."""
     seen = selection.as_rows(lo, hi, selected, k.shape[1])[:, None]
     scores = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32)
     scores = jnp.where(seen, scores * scale, -1e30)

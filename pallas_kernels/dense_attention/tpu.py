@@ -15,13 +15,13 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import block_pairs, block_sizes, cost, dispatch
-from pallas_kernels.masked_mla import tiled, tpu_backward
-from pallas_kernels.masked_mla import tpu_blocks as blocks
+from pallas_kernels.dense_attention import tiled, tpu_backward
+from pallas_kernels.dense_attention import tpu_blocks as blocks
 
 LANES, HIDDEN = blocks.LANES, blocks.HIDDEN
 
 
-def unsupported_masked_mla(
+def unsupported_dense_attention(
     q: Array,
     k: Array,
     v: Array,
@@ -43,7 +43,7 @@ def unsupported_masked_mla(
     return None
 
 
-def masked_mla(
+def dense_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S N H"],
     v: Float[Array, "B S N O"],
@@ -54,7 +54,7 @@ def masked_mla(
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T N O"], Float[Array, "B N T"]]:
-    """See `pallas_kernels.masked_mla`."""
+    """See `pallas_kernels.dense_attention`."""
     num_queries, num_keys = q.shape[1], k.shape[1]
     rows = _tile_rows(q, num_keys, axis=1)
     q, scale = tiled.scaled(q, scale)
@@ -69,7 +69,7 @@ def masked_mla(
 
 
 def _tile_rows(q: Array, num_keys: int, axis: int) -> tuple[int, int]:
-    return blocks.tile_rows(q, num_keys, axis, block_sizes.tpu().masked_mla)
+    return blocks.tile_rows(q, num_keys, axis, block_sizes.tpu().dense_attention)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -115,7 +115,7 @@ def _attend(
         cost_estimate=cost.estimate(work * (dim + out_dim), q, k, v),
         compiler_params=blocks.parameters(),
         interpret=interpret,
-        name="masked_mla",
+        name="dense_attention",
     )(pairs.flat, q, k, v, bounds if bits is None else bits)
     return out, lse[:, :, 0]
 

@@ -12,7 +12,7 @@ from pallas_kernels import contract, dispatch
 IMPLEMENTATIONS = ("tiled", "tpu", "gpu", "reference")
 
 
-def masked_mla(
+def dense_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S N H"],
     v: Float[Array, "B S N O"],
@@ -44,8 +44,8 @@ def masked_mla(
       NotImplementedError: if a named implementation cannot take the arguments.
     """
     floats = {"q": (q, "B T N H"), "k": (k, "B S N H"), "v": (v, "B S N O")}
-    known, lo, hi = contract.bounded("masked_mla", floats, lo, hi)
-    contract.form("masked_mla", selection, known)
+    known, lo, hi = contract.bounded("dense_attention", floats, lo, hi)
+    contract.form("dense_attention", selection, known)
     args = (q, k, v, lo, hi, selection, scale)
-    op = dispatch.Op("masked_mla", "masked_mla", IMPLEMENTATIONS)
+    op = dispatch.Op("dense_attention", "dense_attention", IMPLEMENTATIONS)
     return dispatch.run(op, implementation, args)

@@ -22,14 +22,14 @@ import triton.language as tl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import block_sizes, capabilities, dispatch, triton_call
-from pallas_kernels.masked_mla import gpu_backward, gpu_words
+from pallas_kernels.dense_attention import gpu_backward, gpu_words
 
 LOG2E = gpu_backward.LOG2E
 HIDDEN = tl.constexpr(-1e30)  # score of a key that does not count
 FLOAT32_TILE = capabilities.Tile((32, 32), 4, 2)
 
 
-def masked_mla(
+def dense_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S N H"],
     v: Float[Array, "B S N O"],
@@ -40,11 +40,11 @@ def masked_mla(
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T N O"], Float[Array, "B N T"]]:
-    """See `pallas_kernels.masked_mla`."""
+    """See `pallas_kernels.dense_attention`."""
     return _attend(q, k, v, lo, hi, selected, scale, interpret)
 
 
-def unsupported_masked_mla(q: Array, k: Array, v: Array, *_: Any) -> str | None:
+def unsupported_dense_attention(q: Array, k: Array, v: Array, *_: Any) -> str | None:
     """Returns why these arguments cannot be taken, or None."""
     dims = (q.shape[-1], v.shape[-1])
     if any(dim not in (16, 32, 64, 128, 256) for dim in dims):
@@ -70,7 +70,7 @@ def _attend(
     num_keys, value_dim = v.shape[1], v.shape[-1]
     words = gpu_words.row_words(selected, num_keys, interpret)
     is_half = q.dtype.itemsize == 2
-    tile = block_sizes.gpu().masked_mla if is_half else FLOAT32_TILE
+    tile = block_sizes.gpu().dense_attention if is_half else FLOAT32_TILE
     rows, cols = tile.sizes
     sizes: dict[str, Any] = {
         "T": num_queries, "S": num_keys, "N": heads, "H": dim, "O": value_dim,

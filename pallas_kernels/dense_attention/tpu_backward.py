@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import block_pairs, cost
-from pallas_kernels.masked_mla import tpu_blocks as blocks
+from pallas_kernels.dense_attention import tpu_blocks as blocks
 
 
 def gradients(
@@ -75,7 +75,7 @@ def _call(kernel, pairs, arrays, like, rows, static):
         cost_estimate=cost.estimate(work, arrays, like),
         compiler_params=blocks.parameters(),
         interpret=static[2],
-        name="masked_mla_backward",
+        name="dense_attention_backward",
     )(pairs.flat, *arrays)
 
 

@@ -9,8 +9,8 @@ from pallas_kernels import (
     block_pairs,
     block_sizes,
     cases,
+    dense_attention,
     indexer_mask,
-    masked_mla,
     selection,
 )
 from tests import environment
@@ -36,16 +36,16 @@ def error(got, want):
     return np.linalg.norm(got - want) / np.linalg.norm(want)
 
 
-class MaskedMlaTest(parameterized.TestCase):
+class DenseAttentionTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
-        self.enter_context(block_sizes.tried(block_sizes.Tpu(masked_mla=BLOCKS)))
+        self.enter_context(block_sizes.tried(block_sizes.Tpu(dense_attention=BLOCKS)))
 
     def run_both(self, case, selected, scale=SCALE):
         q, k, v, lo, hi = cases.make(case, "q", "k", "v", "lo", "hi")
 
         def loss(q, k, v, lo, hi, selected, name):
-            out, lse = masked_mla(
+            out, lse = dense_attention(
                 q, k, v, lo, hi, selected, scale=scale, implementation=name
             )
             value = jnp.sum(jnp.sin(out.astype(jnp.float32))) + jnp.sum(jnp.cos(lse))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
 
-from pallas_kernels import masked_mla, selection
+from pallas_kernels import dense_attention, selection
 from tests import environment
 
 CAN_INTERPRET = os.environ.get("TRITON_INTERPRET") == "1" and all(
@@ -55,7 +55,7 @@ def value_and_gradients(inputs, selected, implementation):
     q, k, v, lo, hi = inputs
 
     def loss(q, k, v):
-        out, lse = masked_mla(
+        out, lse = dense_attention(
             q, k, v, lo, hi, selected, scale=SCALE, implementation=implementation
         )
         value = jnp.sum(jnp.sin(out.astype(jnp.float32))) + jnp.sum(jnp.cos(lse))
@@ -66,7 +66,7 @@ def value_and_gradients(inputs, selected, implementation):
 
 
 @unittest.skipUnless(CAN_INTERPRET, "needs triton, torch and TRITON_INTERPRET=1")
-class MaskedMlaGpuTest(parameterized.TestCase):
+class DenseAttentionGpuTest(parameterized.TestCase):
     def assert_close(self, got, want, rtol):
         error = np.linalg.norm(np.asarray(got, np.float32) - want)
         self.assertLess(error, rtol * np.linalg.norm(want))
@@ -112,7 +112,7 @@ class MaskedMlaGpuTest(parameterized.TestCase):
     def test_unsupported_head_dims_are_named(self):
         inputs = make_inputs(8, 8, 1, 24, 16, 1, jnp.float32)
         with self.assertRaisesRegex(NotImplementedError, r"head dims .* \(24, 16\)"):
-            masked_mla(*inputs, scale=SCALE, implementation="gpu_interpret")
+            dense_attention(*inputs, scale=SCALE, implementation="gpu_interpret")
 
 
 if __name__ == "__main__":

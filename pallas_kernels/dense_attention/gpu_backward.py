@@ -69,9 +69,9 @@ def gradients(
         )[0]
 
     tiles = block_sizes.gpu()
-    dq = run(_dq_kernel, tiles.masked_mla_dq, q, k, v)
-    dk = run(_dk_kernel, tiles.masked_mla_dk, k, k, v)
-    return dq, dk, run(_dv_kernel, tiles.masked_mla_dv, v, k)
+    dq = run(_dq_kernel, tiles.dense_attention_dq, q, k, v)
+    dk = run(_dk_kernel, tiles.dense_attention_dk, k, k, v)
+    return dq, dk, run(_dv_kernel, tiles.dense_attention_dv, v, k)
 
 
 def _spans(stats: jax.Array, num_keys: int, rows: int, cols: int) -> jax.Array:
