@@ -6,6 +6,7 @@ its outputs as pointers.
 
 import contextlib
 import dataclasses
+import functools
 import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from pallas_kernels import capabilities, dispatch
+from pallas_kernels import capabilities, dispatch, mapped
 
 FORGOTTEN = 77  # fills outputs before an interpreted kernel writes
 
@@ -95,20 +96,22 @@ def call(
     if any(recorder.replaces for recorder in _recorders):
         return [jnp.zeros(x.shape, x.dtype) for x in out_shape]
     if interpret:
-        return _interpreted(launch, inputs, list(out_shape), zeroed_outputs)
-    import jax_triton
+        run = functools.partial(_interpreted, launch, list(out_shape), zeroed_outputs)
+    else:
+        import jax_triton
 
-    return jax_triton.triton_call(
-        *inputs,
-        kernel=kernel,
-        out_shape=list(out_shape),
-        grid=grid,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        zeroed_outputs=zeroed_outputs,
-        compute_capability=target,
-        **constants,
-    )
+        run = functools.partial(
+            jax_triton.triton_call,
+            kernel=kernel,
+            out_shape=list(out_shape),
+            grid=grid,
+            num_warps=num_warps,
+            num_stages=num_stages,
+            zeroed_outputs=zeroed_outputs,
+            compute_capability=target,
+            **constants,
+        )
+    return mapped.one_by_one(run)(*inputs)
 
 
 @triton.jit
@@ -126,7 +129,7 @@ def far(start, STEP: tl.constexpr):  # noqa: ANN001, ANN201
 
 
 def _interpreted(
-    launch: Launch, inputs: tuple, out_shape: list, zeroed: tuple[int, ...]
+    launch: Launch, out_shape: list, zeroed: tuple[int, ...], *inputs: jax.Array
 ) -> list[jax.Array]:
     """Runs the interpreter in a callback, because it takes torch tensors."""
     if not triton.knobs.runtime.interpret:

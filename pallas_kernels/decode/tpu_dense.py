@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import cost, selection
+from pallas_kernels import cost, mapped, selection
 from pallas_kernels.indexer_topk import tpu_list_from_bits
 
 QUERIES = 8  # sublanes of a vector
@@ -143,7 +143,7 @@ def _select(
             pltpu.VMEM((QUERIES, LANES), jnp.int32),
         ],
     )
-    return pl.pallas_call(
+    return mapped.pallas_call(
         functools.partial(_kernel, rows=rows, topk=topk),
         grid_spec=grid,
         out_shape=jax.ShapeDtypeStruct((groups, QUERIES, words), jnp.uint32),

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import block_sizes, cost
+from pallas_kernels import block_sizes, cost, mapped
 from pallas_kernels.sparse_mla import tpu as attention
 from pallas_kernels.sparse_mla import tpu_rows
 
@@ -48,7 +48,7 @@ def decode_sparse_mla(
         (None, *sizes), lambda i: (i, *[0] * len(sizes)), **space
     )
     count = len(groups)
-    out, lse = pl.pallas_call(
+    out, lse = mapped.pallas_call(
         functools.partial(_kernel, scale=scale),
         grid=(count,),
         in_specs=[

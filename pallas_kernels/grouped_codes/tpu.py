@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import block_sizes, cost
+from pallas_kernels import block_sizes, cost, mapped
 
 ROWS = 32  # of a tile: those of int8 in VMEM
 LANES = 128
@@ -51,7 +51,7 @@ def grouped_codes(
     ends = jnp.cumsum(group_sizes.astype(jnp.int32))
     starts = ends - group_sizes.astype(jnp.int32)
     of_scales = first if len(scales) == len(codes) else jnp.zeros_like(first)
-    out = pl.pallas_call(
+    out = mapped.pallas_call(
         functools.partial(
             _kernel,
             block=depth // num_blocks,

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from pallas_kernels import cost, dispatch
+from pallas_kernels import cost, dispatch, mapped
 from pallas_kernels.indexer_kl import gradient as gradient_lib
 from pallas_kernels.sparse_mla import tpu_rows
 
@@ -115,7 +115,7 @@ def _call(
     main_work, index_work = (math.prod(x.shape[2:]) for x in (q, q_index))
     work = main_work + index_work * (3 if with_gradient else 1)
     fetched = cost.rows(packed, indices.size)
-    return pl.pallas_call(
+    return mapped.pallas_call(
         functools.partial(_kernel, scale=scale, layout=layout),
         cost_estimate=cost.estimate(
             2 * indices.size * work, indices, queries, fetched, out_shape

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int, UInt32
 
-from pallas_kernels import selection
+from pallas_kernels import mapped, selection
 
 QUERIES = 8  # sublanes of a vector
 LANES = selection.LANES
@@ -31,7 +31,7 @@ def list_from_bits(
     bits = jnp.pad(bits, ((0, 0), (0, -num_queries % QUERIES), (0, 0)))
     width = -(-topk // LANES) * LANES
     tile = lambda size: pl.BlockSpec((None, QUERIES, size), lambda b, t: (b, t, 0))
-    lists = pl.pallas_call(
+    lists = mapped.pallas_call(
         _kernel,
         grid=(batch, bits.shape[1] // QUERIES),
         in_specs=[tile(words)],

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import cost, dispatch
+from pallas_kernels import cost, dispatch, mapped
 from pallas_kernels.sparse_mla import tpu_backward, tpu_rows
 
 HIDDEN = -1e30  # score of padding
@@ -103,7 +103,7 @@ def _call(
     chunk = tpu_rows.chunk_size(indices.shape[-1])
     tile = tpu_rows.tile
     pairs = batch * num_queries * indices.shape[-1]
-    return pl.pallas_call(
+    return mapped.pallas_call(
         functools.partial(_kernel, scale=scale, layout=layout),
         grid=(batch, num_queries // tpu_rows.QUERIES),
         in_specs=[

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from pallas_kernels import cost
+from pallas_kernels import cost, mapped
 from pallas_kernels.sparse_mla import tpu_rows
 
 
@@ -51,7 +51,7 @@ def gradients(
     semaphores = pltpu.SemaphoreType.DMA((2,))
     work = 2 * indices.size * heads * (3 * width + 2 * value_dim)
     fetched = [cost.rows(kv, indices.size)] * 4
-    dq, dkv = pl.pallas_call(
+    dq, dkv = mapped.pallas_call(
         functools.partial(_kernel, scale=scale, layout=layout),
         grid=(parts, len(indices), steps),
         in_specs=[

@@ -150,7 +150,11 @@ class Commanding(rl_runs.Lottery):
             models.write_text(json.dumps([server]))
             said = task.messages[-1]["content"]
             child = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "llm", "--model=ours", said),
+                sys.executable,
+                "-m",
+                "llm",
+                "--model=ours",
+                said,
                 env={**os.environ, "LLM_USER_PATH": home, "PYTHONUTF8": "1"},
                 stdout=asyncio.subprocess.PIPE,
             )
