@@ -27,8 +27,9 @@ def dense_attention(
 
     Args:
       q: queries; the last T of the S tokens.
-      k: keys.
-      v: values.
+      k: keys. In float32 beside half-precision q they are rounded to q's type, and have
+        a float32 gradient, as sums over devices need.
+      v: values; their type is k's.
       lo: first visible key.
       hi: end of the visible keys; cut to t + 1 + S - T if larger.
       selection: a mask or bits (see `pallas_kernels.selection`) that mark only visible

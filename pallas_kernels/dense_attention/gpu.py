@@ -49,9 +49,10 @@ def unsupported_dense_attention(q: Array, k: Array, v: Array, *_: Any) -> str | 
     dims = (q.shape[-1], v.shape[-1])
     if any(dim not in (16, 32, 64, 128, 256) for dim in dims):
         return f"head dims must be powers of two in 16 .. 256, got {dims}."
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in (jnp.bfloat16, jnp.float32):
+    is_known = q.dtype in (jnp.bfloat16, jnp.float32)
+    if not is_known or k.dtype != v.dtype or k.dtype not in (q.dtype, jnp.float32):
         dtypes = f"{q.dtype}, {k.dtype} and {v.dtype}"
-        return f"q, k and v must all be bfloat16 or all float32, got {dtypes}."
+        return f"q must be bfloat16 or float32, k and v the same or float32: {dtypes}."
     return None
 
 
@@ -81,13 +82,13 @@ def _attend(
     out, lse = triton_call.call(
         _forward_kernel,
         q,
-        k,
-        v,
+        k.astype(q.dtype),
+        v.astype(q.dtype),
         lo,
         hi,
         lo if words is None else words,
         out_shape=[
-            jax.ShapeDtypeStruct((batch, num_queries, heads, value_dim), v.dtype),
+            jax.ShapeDtypeStruct((batch, num_queries, heads, value_dim), q.dtype),
             jax.ShapeDtypeStruct((batch, heads, num_queries), jnp.float32),
         ],
         grid=(triton.cdiv(num_queries, rows), heads, batch),

@@ -69,9 +69,10 @@ def gradients(
         )[0]
 
     tiles = block_sizes.gpu()
-    dq = run(_dq_kernel, tiles.dense_attention_dq, q, k, v)
-    dk = run(_dk_kernel, tiles.dense_attention_dk, k, k, v)
-    return dq, dk, run(_dv_kernel, tiles.dense_attention_dv, v, k)
+    keys = k.astype(q.dtype), v.astype(q.dtype)
+    dq = run(_dq_kernel, tiles.dense_attention_dq, q, *keys)
+    dk = run(_dk_kernel, tiles.dense_attention_dk, k, *keys)
+    return dq, dk, run(_dv_kernel, tiles.dense_attention_dv, v, keys[0])
 
 
 def _spans(stats: jax.Array, num_keys: int, rows: int, cols: int) -> jax.Array:

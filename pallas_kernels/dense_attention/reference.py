@@ -16,6 +16,7 @@ def dense_attention(
     scale: float,
 ) -> tuple[Float[Array, "B T N O"], Float[Array, "B N T"]]:
     """See `pallas_kernels.dense_attention`."""
+    k, v = k.astype(q.dtype), v.astype(q.dtype)
     seen = selection.as_rows(lo, hi, selected, k.shape[1])[:, None]
     scores = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32)
     scores = jnp.where(seen, scores * scale, -1e30)

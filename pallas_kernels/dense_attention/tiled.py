@@ -84,6 +84,7 @@ def _attend(
     def sequence(
         q: Array, k: Array, v: Array, bounds: tuple, mask: Array | None
     ) -> tuple:
+        k, v = k.astype(q.dtype), v.astype(q.dtype)
         # XLA on CPU has no such product of bfloat16 into float32.
         keys = (k, v.mT.astype(jnp.float32))
         _, out = tiles.over_tiles(
@@ -123,12 +124,13 @@ def _backward(scale, residuals, cotangents):  # noqa: ANN001, ANN202
 
     def sequence(k: Array, v: Array, mask: Array | None, *queries: Any) -> tuple:
         of_keys = lambda x: varying.zeros(x.shape, jnp.float32, (k, v, queries))
-        zeros = (of_keys(k), of_keys(v))
+        zeros, dtypes = (of_keys(k), of_keys(v)), (k.dtype, v.dtype)
+        k, v = (x.astype(queries[0].dtype) for x in (k, v))
         keys = (k, v, k.mT)
         (dk, dv), dq_NHT = tiles.over_tiles(
             tile, zeros, queries, keys, mask, out_axis=-1, key_axes=(-2, -2, -1)
         )
-        return dq_NHT.mT, dk.astype(k.dtype), dv.astype(v.dtype)
+        return dq_NHT.mT, dk.astype(dtypes[0]), dv.astype(dtypes[1])
 
     q, k, v, bounds, mask, out, lse = residuals
     d_out, d_lse = cotangents

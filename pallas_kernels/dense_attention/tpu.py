@@ -85,6 +85,7 @@ def _attend(
     scale, offset, interpret = static
     batch, heads, num_queries, dim = q.shape
     num_keys, out_dim = v.shape[2:]
+    k, v = k.astype(q.dtype), v.astype(q.dtype)
     rows = _tile_rows(q, num_keys, axis=2)
     pairs = block_pairs.make(bounds[:, 0], bounds[:, 1], num_keys, rows, offset)
     specs = blocks.Specs(pairs.size, rows)

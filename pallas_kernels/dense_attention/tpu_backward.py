@@ -36,7 +36,8 @@ def gradients(
       static: the scale, S - T and interpret.
     """
     q, k, v, bounds, bits = inputs
-    arrays = (q, k, v, bounds if bits is None else bits, d_out, statistics)
+    keys = k.astype(q.dtype), v.astype(q.dtype)
+    arrays = (q, *keys, bounds if bits is None else bits, d_out, statistics)
     lists = functools.partial(
         block_pairs.make, bounds[:, 0], bounds[:, 1], k.shape[2], rows, static[1]
     )

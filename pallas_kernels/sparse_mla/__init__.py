@@ -27,7 +27,8 @@ def sparse_mla(
 
     Args:
       q: queries in the latent space, then their rotated part: row = C + R.
-      kv: latent, then rotated key, of each token.
+      kv: latent, then rotated key, of each token. In float32 beside half-precision q it
+        is rounded to q's type, and has a float32 gradient, as sums over devices need.
       indices: rows of kv, strictly ascending, padded with -1 only at the end; see
         `pallas_kernels.selection.check_lists`. An empty list gives zeros and a
         log-sum-exp of zero.

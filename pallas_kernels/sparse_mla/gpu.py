@@ -34,9 +34,10 @@ def unsupported_sparse_mla(
             "value_dim and the rest of q's last axis must be powers of two of 16 or "
             f"more, got {latent} and {rope}."
         )
-    if q.dtype != kv.dtype or q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+    halves = jnp.bfloat16, jnp.float16
+    if q.dtype not in (*halves, jnp.float32) or kv.dtype not in (q.dtype, jnp.float32):
         return (
-            "q and kv must both be bfloat16, float16 or float32, got "
+            "q must be bfloat16, float16 or float32 and kv the same or float32, got "
             f"{q.dtype} and {kv.dtype}."
         )
     if q.dtype == jnp.float32 and latent > FLOAT32_LATENT:
@@ -72,7 +73,7 @@ def _attend(q, kv, indices, scale, value_dim, deterministic, interpret):
     out, lse_BTN = triton_call.call(
         _forward_kernel,
         q,
-        kv,
+        kv.astype(q.dtype),
         indices,
         jnp.sum(indices >= 0, axis=-1, dtype=jnp.int32),
         out_shape=[

@@ -43,6 +43,7 @@ def gradients(
     """
     q, kv, indices, out, lse = residuals
     d_out, d_lse = cotangents
+    dtype, kv = kv.dtype, kv.astype(q.dtype)
     products = out.astype(jnp.float32) * d_out.astype(jnp.float32)
     shift_BTN = jnp.sum(products, axis=-1) - d_lse.swapaxes(1, 2)
     inputs = (q, kv, indices, lse.swapaxes(1, 2), shift_BTN, d_out.astype(q.dtype))
@@ -59,12 +60,12 @@ def gradients(
     count = jnp.sum(indices >= 0, axis=-1, dtype=jnp.int32)
     dq = _dq(inputs, count, sizes, interpret)
     if deterministic:
-        return dq, _dkv_in_order(inputs, sizes, interpret)
+        return dq, _dkv_in_order(inputs, dtype, sizes, interpret)
     units = q.shape[0] * q.shape[1] * _blocks(q.shape[2])
     first = jnp.zeros(2, jnp.int32)
     bounds = (jnp.zeros_like(count), count)
     dkv = _dkv(inputs, first, bounds, kv.shape, units, sizes, interpret)
-    return dq, dkv.astype(kv.dtype)
+    return dq, dkv.astype(dtype)
 
 
 def block_heads(num_heads: int, tile: capabilities.Tile) -> int:
@@ -138,7 +139,9 @@ def _dkv(
     )[0]
 
 
-def _dkv_in_order(inputs: tuple, sizes: dict, interpret: bool) -> Array:
+def _dkv_in_order(
+    inputs: tuple, dtype: jnp.dtype, sizes: dict, interpret: bool
+) -> Array:
     """A range of keys of a sequence at a time: [programs, range, row] in float32.
 
     There is a program for each multiprocessor. Program p adds the terms of queries p,
@@ -162,7 +165,7 @@ def _dkv_in_order(inputs: tuple, sizes: dict, interpret: bool) -> Array:
         bounds = (before(key), before(key + size))
         shape = (programs, size, width)
         parts = _dkv(inputs, place, bounds, shape, units, sizes, interpret)
-        return jnp.sum(parts, axis=0).astype(kv.dtype)
+        return jnp.sum(parts, axis=0).astype(dtype)
 
     sequences = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), num_ranges)
     keys = jnp.tile(jnp.arange(num_ranges, dtype=jnp.int32) * size, batch)

@@ -16,6 +16,7 @@ def sparse_mla(
     """See `pallas_kernels.sparse_mla`; its order of summation is always the same."""
     del deterministic
     rows = jax.vmap(lambda kv, i: kv[i])(kv, jnp.maximum(indices, 0))
+    rows = rows.astype(q.dtype)
     return attend(q, rows, indices >= 0, scale, value_dim)
 
 

@@ -42,7 +42,7 @@ def scatter_add(total: Array, rows: Array, indices: Array) -> Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _attend(q: Array, kv: Array, indices: Array, scale: float, value_dim: int) -> tuple:
     def tile(_: None, q: Array, indices: Array) -> tuple[None, tuple]:
-        rows, is_key = gather(kv, indices), indices >= 0
+        rows, is_key = gather(kv, indices).astype(q.dtype), indices >= 0
         out, lse = reference.attend(q, rows, is_key, scale, value_dim)
         return None, (out, lse.swapaxes(1, 2))
 
@@ -63,7 +63,7 @@ def _backward(scale, value_dim, residuals, cotangents):  # noqa: ANN001, ANN202
 
     def tile(dkv: Array, *queries: Array) -> tuple[Array, Array]:
         q, indices, lse, shift, d_out = queries
-        rows = gather(kv, indices)
+        rows = gather(kv, indices).astype(q.dtype)
         scores = dot("btnc,btkc->btnk", q, rows) * scale
         probs = jnp.where(indices[:, :, None] < 0, 0, jnp.exp(scores - lse[..., None]))
         d_probs = dot("btnc,btkc->btnk", d_out, rows[..., :value_dim])

@@ -48,8 +48,11 @@ def unsupported_sparse_mla(
     del indices, scale, deterministic
     if value_dim % tpu_rows.LANES:
         return f"value_dim must be a multiple of {tpu_rows.LANES}, got {value_dim}"
-    if q.dtype != kv.dtype or q.dtype not in (jnp.bfloat16, jnp.float32):
-        return f"q and kv must both be bfloat16 or float32, got {q.dtype}, {kv.dtype}"
+    if q.dtype not in (jnp.bfloat16, jnp.float32) or kv.dtype not in (
+        q.dtype,
+        jnp.float32,
+    ):
+        return f"q and kv must be bfloat16 or float32, got {q.dtype}, {kv.dtype}"
     return None
 
 
@@ -57,7 +60,7 @@ def unsupported_sparse_mla(
 def _attend(
     q: Array, kv: Array, indices: Array, scale: float, value_dim: int, interpret: bool
 ) -> tuple:
-    num_queries = q.shape[1]
+    num_queries, kv = q.shape[1], kv.astype(q.dtype)
     layout = tpu_rows.Layout.of(kv)
     q, indices = tpu_rows.pad_queries(q), tpu_rows.pad_list(indices)
     out, lse = _call(q, layout.pack(kv), indices, layout, scale, value_dim, interpret)

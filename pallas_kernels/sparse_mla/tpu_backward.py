@@ -35,6 +35,7 @@ def gradients(
     and the cotangent d_out [B, T, N, C].
     """
     num_queries, width = q.shape[1], kv.shape[-1]
+    dtype, kv = kv.dtype, kv.astype(q.dtype)
     layout = tpu_rows.Layout.of(kv)
     queries = tuple(tpu_rows.pad_queries(x) for x in (q, *rows))
     indices = tpu_rows.pad_list(indices)
@@ -78,7 +79,7 @@ def gradients(
         interpret=pltpu.InterpretParams() if interpret else False,
         name="sparse_mla_backward",
     )(indices, queries, (words, zeros))
-    dkv = jnp.sum(dkv, axis=0).reshape(num_rows, -1)[1:, :width].astype(kv.dtype)
+    dkv = jnp.sum(dkv, axis=0).reshape(num_rows, -1)[1:, :width].astype(dtype)
     return dq[:, :num_queries], dkv.reshape(kv.shape)
 
 

@@ -108,7 +108,7 @@ class SparseMlaGpuTest(parameterized.TestCase):
         q, kv, indices = cases.make(FEW, "q_latent", "kv", "indices")
         with self.assertRaisesRegex(NotImplementedError, "powers of two"):
             attend(q, kv, indices, value_dim=100)
-        with self.assertRaisesRegex(NotImplementedError, "must both be"):
+        with self.assertRaisesRegex(NotImplementedError, "kv the same or float32"):
             attend(q, kv.astype(jnp.bfloat16), indices, value_dim=FEW.latent)
 
 

@@ -30,7 +30,7 @@ OPS = {
     "sparse_indexer_kl_loss": (("q_latent", "kv", "indices"), {"scale": 0.1}),
 }
 PAGES = {"keys": 64}  # the decode ops take whole pages
-FLOAT32 = {"kv": "float32"}
+FLOAT16, FLOAT32 = {"kv": "float16"}, {"kv": "float32"}
 BOTH_FLOAT16 = {"q_latent": "float16", "kv": "float16"}
 REFUSED = (
     ("indexer_bits", {"index_heads": 12}, {}, r"8 x 128, got \(12, 128\)"),
@@ -41,7 +41,7 @@ REFUSED = (
     ("dense_attention", {"batch": 2**18}, {}, "262144 pairs of blocks do not fit"),
     ("dense_attention", {"batch": 220 * 1024 + 1}, {}, "225281 pairs of blocks do not"),
     ("sparse_mla", {"latent": 64}, {}, "multiple of 128, got 64"),
-    ("sparse_mla", {}, FLOAT32, "got bfloat16, float32"),
+    ("sparse_mla", {}, FLOAT16, "got bfloat16, float16"),
     ("sparse_mla", {}, BOTH_FLOAT16, "got float16, float16"),
     ("decode_sparse_mla", {"keys": 12}, {}, "multiples of 8 tokens, got 12"),
     ("decode_sparse_mla", PAGES | {"latent": 64}, {}, "multiple of 128, got 64"),
