@@ -4,6 +4,10 @@
     POST /update_weights {"update_info": {"path": "step_100"}}
     POST /finish_weight_update {"weight_version": 7}
 
+Trainers may follow each other faster than a server reads: one gives up, or ends, while
+the server still reads its weights. So what a later update meets is forgotten, and a
+trainer may name the weights that it finishes by the "update_info" of before.
+
 A version of a weight store may come into sight late, as on NFS: it is waited for. The
 files are read beside the running engine. It takes them, whole and between two
 dispatches, only at the end; whatever fails before changes nothing. A trainer that wants
@@ -37,9 +41,10 @@ class UpdateBody(bodies.Body):
 
 
 class FinishBody(bodies.Body):
-    """The body of /finish_weight_update; None takes the next version."""
+    """The body of /finish_weight_update."""
 
-    weight_version: int | str | None = None
+    weight_version: int | str | None = None  # None takes the next one
+    update_info: UpdateInfo | None = None  # what must have been read; None: whatever
 
 
 class Updates:
@@ -49,17 +54,23 @@ class Updates:
         """Begins no update yet."""
         self._model = model
         self._has_started = self._is_reading = False
-        self._coming: new_weights.Coming | None = None  # read, but not published
+        self._is_wanted = False  # what is being read; a later update makes it False
+        # Read from a path, but not published.
+        self._coming: tuple[pathlib.Path, new_weights.Coming] | None = None
 
     def start(self) -> dict[str, Any]:
         """Begins an update; one that was not finished is forgotten.
 
         Raises:
-            ApiError: updates are not allowed, or weights are being read.
+            ApiError: updates are not allowed, or weights are being read, which are
+                forgotten, too.
         """
         self._folder()
+        self._is_wanted = False
         if self._is_reading:
-            raise errors.ApiError(409, "Weights are being read; wait for the answer.")
+            raise errors.ApiError(
+                409, "Weights are still being read, which are forgotten; send it again."
+            )
         self._has_started, self._coming = True, None
         return {"status": "started"}
 
@@ -67,36 +78,47 @@ class Updates:
         """Reads weights into memory, while the engine continues with the old ones.
 
         Raises:
-            ApiError: the path is not allowed, or no update has begun.
+            ApiError: the path is not allowed, or no update has begun, or another one
+                came meanwhile.
             InputError: no weights of this model are there.
         """
         path = self._path(body.update_info.path)
+        self._is_wanted = False
         if not self._has_started or self._is_reading:
             raise errors.ApiError(
                 409, f"Send {START} first, and one {UPDATE} after the other."
             )
-        self._is_reading = True
+        self._is_reading = self._is_wanted = True
+        self._coming = None
         try:
             begun = self._model.service.call(lambda at: new_weights.begin(at, path))
             coming = await asyncio.wrap_future(begun)
             await asyncio.to_thread(coming.wait)
-            self._coming = coming
         finally:
             self._is_reading = False
+        if not self._is_wanted:
+            raise errors.ApiError(
+                409, "Another update came meanwhile, so these weights are forgotten."
+            )
+        self._coming = path, coming
         return {"status": "read"}
 
     async def finish(self, body: FinishBody) -> dict[str, Any]:
         """Publishes the weights that were read, under a version.
 
         Raises:
-            ApiError: there are none.
+            ApiError: there are none, or others than the body names.
             InputError: the version does not increase; it may be sent again.
         """
         self._folder()
-        coming = self._coming
-        if coming is None or self._is_reading:
+        if self._coming is None:
             raise errors.ApiError(
                 409, f"No weights have been read; send {START} and {UPDATE} first."
+            )
+        path, coming = self._coming
+        if body.update_info is not None and path != self._path(body.update_info.path):
+            raise errors.ApiError(
+                409, f"Other weights have been read; send {START} and {UPDATE} again."
             )
         version = self._version(body.weight_version)
         taken = self._model.service.call(lambda at: coming.publish(at, version))

@@ -182,12 +182,13 @@ class ProcessTest(absltest.TestCase):
         self.assertEmpty({*ids(answer)} & {*ids(other[1])})
         self.assertEqual(after[1]["version"], 1)
         self.assertEqual(after[1]["ledger"]["done"], 2)
+        named = {"update_info": {"path": "i0-v3"}}
         self.assertEqual(
             server.updates,
             [
                 (fleet.START, {}),
-                (fleet.UPDATE, {"update_info": {"path": "i0-v3"}}),
-                (fleet.FINISH, {"weight_version": 3}),
+                (fleet.UPDATE, named),
+                (fleet.FINISH, {"weight_version": 3, **named}),
             ],
         )
 

@@ -156,10 +156,12 @@ class Fleet:
         assert self._current is not None
         folder, version = self._current
         failed: tuple[int, Any] | None = None
+        info = {"update_info": {"path": folder}}
         for path, body in (
             (START, {}),
-            (UPDATE, {"update_info": {"path": folder}}),
-            (FINISH, {"weight_version": version + self.ahead}),
+            (UPDATE, info),
+            # By name: a server may have missed the two, and hold an older version.
+            (FINISH, {"weight_version": version + self.ahead, **info}),
         ):
             status, answer = await self._ask("POST", self._url + path, body, replica)
             if status != 200:
