@@ -52,7 +52,7 @@ class AgentSession:
         self._answers: list[dict[str, Any]] = []  # as they were sampled
         self._turn = asyncio.Lock()  # an agent may ask twice at the same time
         self.over = ""  # why there is no further turn
-        self.error: Exception | None = None  # of the engine
+        self.error: Exception | None = None  # of the engine, or of what it completed
         self.transcript: list[Mapping[str, Any]] = []
 
     async def answer(
@@ -67,7 +67,7 @@ class AgentSession:
         Raises:
           OverError: there is no further turn.
           InputError: a message or a tool is malformed.
-          EngineError: the engine failed; the episode must begin again.
+          EngineError: the engine failed, as `error` tells; the episode does not count.
         """
         async with self._turn:
             if self.num_turns >= self._max_turns:
@@ -92,10 +92,10 @@ class AgentSession:
             )
             try:
                 completion = await self._engine.complete(request)
-            except completer.EngineError as error:
+                message = session.record(completion)
+            except Exception as error:  # none of these is the agent's fault
                 self.error = error
-                raise
-            message = session.record(completion)
+                raise completer.EngineError(str(error)) from error
             self._answers.append(message)
             self.transcript = [*said, message]
             return message, completion

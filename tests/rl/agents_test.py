@@ -19,7 +19,7 @@ from pydantic_ai.providers import openai as openai_providers
 from glm5_jax import config, environments
 from glm5_jax.environments import protocol
 from glm5_jax.inference import requests
-from glm5_jax.rl import agent_session, completer, doors, entrance
+from glm5_jax.rl import agent_session, completer, doors, entrance, gateway
 from glm5_jax.rl import episodes as episodes_lib
 from tests import environment
 from tests.data import templates_test
@@ -370,6 +370,34 @@ class AgentsTest(parameterized.TestCase):
         self.assertEqual(
             (status, answer["error"]["message"]), (503, "the engine is gone")
         )
+
+    @parameterized.named_parameters(
+        ("misaligned", gateway.MisalignedError, "1 log-probs"),
+        ("refused", config.InputError, "no such token"),
+        ("unknown", ZeroDivisionError, "a fault of ours"),
+    )
+    def test_a_mistake_of_the_engine_is_not_the_agent_s(self, kind, words):
+        """It ends the run, as for episodes without a program."""
+        found = []
+
+        async def play(task, base_url):
+            found.append(await chat(base_url, [*task.messages]))
+            raise RuntimeError("the agent fell over")
+
+        async def wrong(engine, request):
+            if kind is gateway.MisalignedError:
+                tokens = templates_test.ids_of(ANSWERS[0])
+                return requests.Completion(tokens, [-0.5], "stop", [3] * len(tokens))
+            raise kind(words)
+
+        with (
+            mock.patch.object(Engine, "complete", wrong),
+            self.assertRaisesRegex(kind, words),
+        ):
+            run(play)
+        ((status, answer),) = found
+        self.assertEqual(status, 503)
+        self.assertIn(words, answer["error"]["message"])
 
     def test_an_address_cannot_be_guessed(self):
         """It has 16 random bytes."""
