@@ -5,10 +5,13 @@ import contextlib
 import gc
 import threading
 import time
+from concurrent import futures
+from unittest import mock
 
 from absl.testing import absltest
 
 from glm5_jax.inference import service
+from glm5_jax.rl import entrance
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl.actors import groups as groups_lib
 from glm5_jax.rl.actors import local
@@ -96,6 +99,25 @@ class LocalTest(absltest.TestCase):
             played.close()
             began = time.monotonic()
         self.assertLess(time.monotonic() - began, HOLD)
+
+    def test_a_thread_that_cannot_begin(self):
+        """As where agents are to have addresses, and no port is free."""
+        full = mock.patch.object(entrance, "of", side_effect=OSError("no port"))
+        tried: futures.Future[None] = futures.Future()
+
+        def begin():
+            try:
+                with self.playing(Taskset()):
+                    tried.set_result(None)
+            except OSError as error:
+                tried.set_exception(error)
+
+        with full, self.assertRaisesRegex(OSError, "no port"):
+            threading.Thread(target=begin, daemon=True).start()
+            tried.result(timeout=STALL)
+        for thread in self.actors():
+            thread.join(STALL)
+        self.assertEmpty(self.actors())
 
     def test_a_taskset_without_a_task(self):
         taskset = Taskset()

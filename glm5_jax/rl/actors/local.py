@@ -45,14 +45,15 @@ class Local:
           service: of the engine, which may have other clients.
           game: what is played.
           groups: which the thread alone uses from now on.
+
+        Raises:
+          InputError: see `entrance.of`.
         """
         self._service, self._game, self._groups = service, game, groups
         self._started: futures.Future[asyncio.AbstractEventLoop] = futures.Future()
         self._orchestrator: orchestrator_lib.Orchestrator
         self._end: asyncio.Event
-        self._thread = threading.Thread(
-            target=lambda: calls.run(self._play()), name="actors", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, name="actors", daemon=True)
         self._thread.start()
         self._loop = self._started.result()
 
@@ -73,6 +74,15 @@ class Local:
         """Cancels all episodes and closes their environments."""
         self._loop.call_soon_threadsafe(self._end.set)
         self._thread.join()
+
+    def _run(self) -> None:
+        """Is the thread; hands what keeps it from playing to who waits for it."""
+        try:
+            calls.run(self._play())
+        except BaseException as error:
+            if self._started.done():
+                raise
+            self._started.set_exception(error)
 
     async def _play(self) -> None:
         """Plays until `close`."""
