@@ -11,7 +11,7 @@ import time
 from unittest import mock
 
 import aiohttp
-from absl.testing import absltest
+from absl.testing import absltest, parameterized
 from aiohttp import web
 
 from glm5_jax.config import DataConfig, RLConfig, TrainConfig
@@ -128,7 +128,7 @@ def ids(answer):
     return [group[0].task.id for group in groups]
 
 
-class ProcessTest(absltest.TestCase):
+class ProcessTest(parameterized.TestCase):
     def test_a_step(self):
         server = Server()
 
@@ -252,6 +252,45 @@ class ProcessTest(absltest.TestCase):
 
         with mock.patch.object(process, "_REPAIR_SECONDS", 0.01):
             asyncio.run(run())
+
+    @parameterized.parameters("before", "while it waits", "with groups at hand")
+    def test_what_fails_beside_the_episodes_ends_the_next_step(self, when):
+        server, fails = Server(), asyncio.Event()
+
+        async def repair(fleet, seconds):
+            await fails.wait()
+            raise ZeroDivisionError("repairs are over")
+
+        async def generate(request):
+            await asyncio.sleep(60)
+
+        if when == "while it waits":
+            server.generate = generate
+
+        async def run():
+            async with orchestrating(server) as ask:
+                if when == "before":
+                    fails.set()
+                await ask("/publish", folder="i0-v0", version=0)
+                await ask("/start", groups={})
+                if when == "with groups at hand":
+                    await ask("/take", version=0, stall_seconds=9.0)
+                    while (await ask("/status", "GET"))[1]["ledger"]["ready"] < 2:
+                        await asyncio.sleep(0.01)
+                    fails.set()
+                taking = asyncio.create_task(
+                    ask("/take", version=1, stall_seconds=50.0)
+                )
+                await asyncio.sleep(0.1)
+                fails.set()
+                return await taking
+
+        with mock.patch.object(fleet.Fleet, "repair", repair):
+            began = time.monotonic()
+            status, answer = asyncio.run(run())
+        self.assertEqual((status, answer["type"]), (500, "ZeroDivisionError"))
+        self.assertEqual(answer["error"], "repairs are over")
+        self.assertLess(time.monotonic() - began, 40.0)
 
     def test_a_late_event_loop_is_measured(self):
         """By a clock on which a tenth of a second takes 0.2504."""

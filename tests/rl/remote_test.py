@@ -346,6 +346,34 @@ class FleetTest(parameterized.TestCase):
         self.assertEqual(trusted, {"url": "http://replica:1", "has_weights": True})
 
     @parameterized.parameters(
+        "{}", "[]", "null", '{"replicas": 1}', '{"replicas": [1]}'
+    )
+    def test_a_strange_answer_ends_no_repairs(self, strange):
+        router, left = Router(["unfit"]), [strange]
+        *others, get = router.routes()[:2]
+
+        async def replicas(request):
+            if left:
+                return web.Response(text=left.pop(), content_type="application/json")
+            return await get[2](request)
+
+        routes = [*others, (*get[:2], replicas), *router.routes()[2:]]
+
+        async def run():
+            async with served(*routes) as (url, session):
+                fleet = fleet_lib.Fleet(session, url)
+                fleet._current = "folder", 5
+                repair = asyncio.create_task(fleet.repair(0.01))
+                async with asyncio.timeout(30):
+                    while not fleet.num_repaired and not repair.done():
+                        await asyncio.sleep(0.01)
+                repair.cancel()
+                return fleet.num_repaired
+
+        self.assertEqual(asyncio.run(run()), 1)
+        self.assertEqual(left, [])
+
+    @parameterized.parameters(
         ((7, 5), 3, 8, 9),  # another run has used the servers
         ((3,), 3, 4, 5),  # they may still draw with it
         ((2,), 3, 3, 4),

@@ -119,12 +119,18 @@ class Fleet:
         """Returns the servers: url, state, reason, load.
 
         Raises:
-          EngineError: the router does not answer.
+          EngineError: the router does not answer, or in another form.
         """
         status, found = await self._ask("GET", self._url + REPLICAS)
-        if status != 200:
-            raise completer.EngineError(f"{REPLICAS} answers {status}: {found}")
-        return found["replicas"]
+        try:
+            if status == 200:
+                return [
+                    {**r, "url": r["url"], "state": r["state"]}
+                    for r in found["replicas"]
+                ]
+        except (KeyError, TypeError):
+            found = f"another form: {found!r}"[:_SHOWN]
+        raise completer.EngineError(f"{REPLICAS} answers {status}: {found}")
 
     async def _repair(self) -> None:
         if self._current is None:

@@ -72,7 +72,7 @@ class Orchestrator:
         )
         self._num_retrying = 0  # groups that wait before they begin again
         self._turn = asyncio.Event()  # set, and replaced, at every change
-        self._error: BaseException | None = None  # that ended `run`
+        self._error: BaseException | None = None  # after which groups do not come
         self._played = Played([], [], collections.Counter())  # since the last `take`
 
     async def run(self) -> None:
@@ -102,7 +102,7 @@ class Orchestrator:
 
         Raises:
           StalledError: no turn of an episode ended for so long.
-          Exception: `run` has ended with it.
+          Exception: `run` has ended with it, or `give_up` was told it.
         """
         while (batch := self.groups.take()) is None:
             if self._error is not None:
@@ -114,6 +114,11 @@ class Orchestrator:
                 if self._engine.ended is before:
                     raise StalledError(self._stalled(stall_seconds)) from None
         return batch
+
+    def give_up(self, error: BaseException) -> None:
+        """Ends the waiting of `take` with an error of what groups need."""
+        self._error = self._error or error
+        self._tell()
 
     def published(self, version: int) -> None:
         """Lets groups begin with a version, which the engines have."""

@@ -64,6 +64,7 @@ class Process:
         self._context: episodes_lib.Context
         self._orchestrator: orchestrator_lib.Orchestrator | None = None
         self._tasks: set[asyncio.Task] = set()
+        self._failure: BaseException | None = None  # of one of them
         self.max_lag = 0.0  # seconds that the event loop was late
 
     def app(self) -> web.Application:
@@ -115,8 +116,18 @@ class Process:
                     await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _spawn(self, coroutine: Any) -> None:
+        """Runs what ends with the process alone; if it fails, so does the run."""
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
+        task.add_done_callback(self._note_end)
+
+    def _note_end(self, task: asyncio.Task) -> None:
+        """Lets `/take` raise what a task failed with, also one that waits."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = self._failure or error
+            logging.error("What runs beside the requests failed.", exc_info=error)
+            if self._orchestrator is not None:
+                self._orchestrator.give_up(error)
 
     async def _start(self, body: dict[str, Any]) -> dict[str, Any]:
         if self._orchestrator is not None:
@@ -149,6 +160,8 @@ class Process:
 
     async def _take(self, body: dict[str, Any]) -> dict[str, Any]:
         assert self._orchestrator is not None, "/start comes first"
+        if self._failure is not None:
+            raise self._failure
         self._orchestrator.published(body["version"])
         taken = await self._orchestrator.take(body["stall_seconds"])
         played = self._orchestrator.played()
