@@ -305,6 +305,25 @@ class ProcessTest(parameterized.TestCase):
         with mock.patch.object(process, "time", mock.Mock(monotonic=ticks.__next__)):
             self.assertEqual(asyncio.run(run()), 0.15)
 
+    def test_the_delay_is_that_since_the_step_before(self):
+        """By a clock on which the first tenth of a second takes 5.1."""
+
+        async def run():
+            async with orchestrating(Server()) as ask:
+                await ask("/publish", folder="i0-v0", version=0)
+                await ask("/start", groups={})
+                await asyncio.sleep(0.15)
+                steps = [
+                    await ask("/take", version=i, stall_seconds=9.0) for i in (0, 1)
+                ]
+                return [answer["lag"] for _, answer in steps]
+
+        ticks = itertools.accumulate(itertools.chain([0.0, 5.1], itertools.repeat(0.1)))
+        with mock.patch.object(process, "time", mock.Mock(monotonic=ticks.__next__)):
+            first, second = asyncio.run(run())
+        self.assertAlmostEqual(first, 5.0)
+        self.assertLess(second, 1e-6)
+
     def test_a_blocked_event_loop_is_named(self):
         async def run():
             async with orchestrating(Server()) as ask:

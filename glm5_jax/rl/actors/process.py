@@ -65,7 +65,7 @@ class Process:
         self._orchestrator: orchestrator_lib.Orchestrator | None = None
         self._tasks: set[asyncio.Task] = set()
         self._failure: BaseException | None = None  # of one of them
-        self.max_lag = 0.0  # seconds that the event loop was late
+        self.max_lag = 0.0  # seconds that the event loop was late since a `/take`
 
     def app(self) -> web.Application:
         """Returns the routes."""
@@ -169,12 +169,13 @@ class Process:
         # In a thread: a thousand episodes take longer than the loop may be late.
         wanted = [*groups, played.episodes, played.unused]
         packed = await asyncio.to_thread(trajectories.pack, wanted)
+        lag, self.max_lag = self.max_lag, 0.0
         return {
             "played": packed,
             "counts": played.counts,
             "ledger": self._orchestrator.groups.ledger(),
             "figures": self._orchestrator.figures(),
-            "lag": self.max_lag,
+            "lag": lag,
             "repaired": self._fleet.num_repaired,
         }
 
