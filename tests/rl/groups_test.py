@@ -1,6 +1,7 @@
 """Groups of episodes: none lost, none taught twice, none too stale, no deadlock."""
 
 import json
+import math
 
 from absl.testing import absltest, parameterized
 from hypothesis import settings, stateful, strategies
@@ -12,10 +13,17 @@ class Run(stateful.RuleBasedStateMachine):
     """A trainer, its checkpoints and workers, which do anything in any order."""
 
     @stateful.initialize(
-        batch_size=strategies.integers(1, 4), max_staleness=strategies.integers(0, 3)
+        batch_size=strategies.integers(1, 4),
+        max_staleness=strategies.integers(0, 3),
+        max_dropped=strategies.sampled_from([1, 2, 5, math.inf]),
     )
-    def start(self, batch_size: int, max_staleness: int) -> None:
-        self.groups = groups_lib.Groups(batch_size, max_staleness)
+    def start(
+        self, batch_size: int, max_staleness: int, max_dropped: float | int
+    ) -> None:
+        self.max_dropped, self.num_dropped = max_dropped, 0  # since the last step
+        self.groups = groups_lib.Groups(
+            batch_size, max_staleness, max_dropped=max_dropped
+        )
         self.learnt: dict[int, list[int]] = {}  # by step, in the trainer's weights
         self.dropped: set[int] = set()
         self.running: set[int] = set()
@@ -53,18 +61,22 @@ class Run(stateful.RuleBasedStateMachine):
             else:
                 self.groups.drop(index, "spoilt")
                 self.dropped.add(index)
+                self.num_dropped += 1
 
     @stateful.rule()
     def take(self) -> None:
-        batch = None if self.taken else self.groups.take()
+        batch = self.groups.take() if self.taken is None else None
         if batch is None:
             return
+        if self.num_dropped < self.max_dropped:
+            assert len(batch) == self.groups.batch_size
+        self.num_dropped = 0
         indices = [index for index, _ in batch]
         assert [content for _, content in batch] == [f"group {i}" for i in indices]
         assert self.groups.staleness(indices) <= self.groups.max_staleness
         self.taken = indices
 
-    @stateful.precondition(lambda self: self.taken)
+    @stateful.precondition(lambda self: self.taken is not None)
     @stateful.rule()
     def publish(self) -> None:
         self.learnt[self.groups.version] = self.taken
@@ -74,7 +86,7 @@ class Run(stateful.RuleBasedStateMachine):
     @stateful.rule()
     def save(self) -> None:
         version = self.groups.version
-        if self.taken:  # the checkpoint is written before the weights are published
+        if self.taken is not None:  # it is written before the weights are published
             self.learnt[version] = self.taken
             version += 1
         state = json.dumps(self.groups.state(version))
@@ -95,7 +107,9 @@ class Run(stateful.RuleBasedStateMachine):
             self.groups.batch_size,
             self.groups.max_staleness,
             json.loads(self.saved[1]),
+            self.max_dropped,
         )
+        self.num_dropped = 0
 
     def _go_back(self) -> None:
         self.learnt = {s: v for s, v in self.learnt.items() if s < self.saved[0]}
@@ -136,7 +150,7 @@ class Run(stateful.RuleBasedStateMachine):
                 self.groups.finish(index, f"group {index}")
             self.running.clear()
             self.take()
-            if self.taken:
+            if self.taken is not None:
                 self.publish()
             if self.groups.version == goal:
                 break
@@ -181,8 +195,19 @@ class GroupsTest(parameterized.TestCase):
                 second = groups.begin()
             self.assertIsNone(second)
             self.assertEqual(groups.take(), [(first, "content")])
+            self.assertIsNone(groups.begin())  # the step's other place is lost
             self.assertEqual(groups.publish(), step + 1)
         self.assertEqual(groups.ledger()["dropped_equal"], 9)
+
+    def test_a_step_without_a_group_is_over_too(self):
+        groups = groups_lib.Groups(1, max_staleness=1, max_dropped=1)
+        groups.drop(groups.begin(), "equal")
+        self.assertEqual(groups.take(), [])
+        self.assertEqual([groups.begin() for _ in range(2)], [1, None])
+        with self.assertRaisesRegex(RuntimeError, "step 0 has taken its groups"):
+            groups.take()
+        groups.rewind(0)
+        self.assertEqual([groups.begin() for _ in range(2)], [2, None])
 
     def test_a_checkpoint_before_the_publication_admits_no_more_groups(self):
         groups = groups_lib.Groups(2, max_staleness=1)

@@ -10,6 +10,7 @@ v + max_staleness. That needs no group to be thrown away:
 
 1. Groups begin only while those that were not dropped number fewer than
    (max_staleness + version + 1) * batch_size (the capacity of AReaL, arXiv 2505.24298).
+   A step that took fewer than batch_size counts as if it had taken that many.
 2. A step takes the oldest of the finished groups.
 3. A step waits while the groups that it would leave could not all be taken in time by
    the steps after it, batch_size each, the oldest first.
@@ -70,7 +71,7 @@ class Groups(Generic[T]):
         self._counts = collections.Counter(saved["counts"])
         # Oldest first: indices that begin again have no order of their own.
         self._groups: dict[int, _Group[T]] = {}
-        self._committed = self.version  # steps whose groups are forgotten
+        self._num_steps = self.version  # that have taken their groups
 
     @property
     def num_running(self) -> int:
@@ -84,12 +85,12 @@ class Groups(Generic[T]):
 
     def begin(self) -> int | None:
         """Returns the index of the group to run next; None if none may begin now."""
-        # A checkpoint may be of a step whose weights are not published yet.
-        done = max(self.version, self._committed)
-        learnt = done * self.batch_size
-        others = sum(not _is_before(g, done) for g in self._groups.values())
+        # What a step takes counts before its weights are published, and as a whole:
+        # groups that began in the places that it left would be too old for the next.
+        taken = self._num_steps * self.batch_size
+        others = sum(group.step is None for group in self._groups.values())
         most = self.batch_size * (self.max_staleness + self.version + 1)
-        if learnt + others >= most or self._num_dropped >= self._max_dropped:
+        if taken + others >= most or self._num_dropped >= self._max_dropped:
             return None
         if self._again:
             index = self._again.popleft()
@@ -136,7 +137,7 @@ class Groups(Generic[T]):
         Raises:
           RuntimeError: the step has its groups already; `publish` or `rewind` is next.
         """
-        if any(group.step == self.version for group in self._groups.values()):
+        if self._num_steps > self.version:
             raise RuntimeError(f"step {self.version} has taken its groups already")
         ready = self._ready()
         is_enough = len(ready) >= self.batch_size
@@ -146,7 +147,7 @@ class Groups(Generic[T]):
         taken = ready[: self.batch_size]
         if not self._can_leave_all_but(taken):
             return None
-        self._num_dropped = 0
+        self._num_dropped, self._num_steps = 0, self.version + 1
         batch = []
         for index in taken:
             group = self._groups[index]
@@ -163,6 +164,7 @@ class Groups(Generic[T]):
     def publish(self) -> int:
         """Counts the step whose groups were taken; returns the new version."""
         self.version += 1
+        self._num_steps = max(self._num_steps, self.version)
         return self.version
 
     def commit(self, version: int) -> None:
@@ -170,7 +172,6 @@ class Groups(Generic[T]):
         done = [i for i, group in self._groups.items() if _is_before(group, version)]
         for index in done:
             del self._groups[index]
-        self._committed = max(self._committed, version)
         self._counts["done"] += len(done)
 
     def rewind(self, version: int) -> None:
@@ -178,7 +179,7 @@ class Groups(Generic[T]):
         for group in self._groups.values():
             if group.step is not None and group.step >= version:
                 group.step = None
-        self.version = self._committed = version
+        self.version = self._num_steps = version
 
     def ledger(self) -> dict[str, int]:
         """Returns the number of groups by what became of them.
