@@ -20,6 +20,7 @@ from glm5_jax.serving import (
     chat,
     completions,
     fetching,
+    liveness,
     metrics,
     openai_responses,
     prefill,
@@ -55,9 +56,11 @@ def _add_status(
     prefills: prefill.Prefills,
 ) -> None:
     """Adds the routes that tell about the server."""
+    alive = liveness.Liveness(model)
 
     @app.get("/health")
     async def health() -> dict[str, str]:
+        alive.require()
         return {"status": "ok"}
 
     @app.get("/metrics", response_class=responses.PlainTextResponse)

@@ -29,6 +29,7 @@ class Served:
         stop_ids: ids that end a text; those of a chat are the template's too.
         defaults: sampling settings of `Request` that a body need not name.
         max_seconds: for an answer.
+        max_dispatch_seconds: of the engine, above which it is taken to hang.
         routed_experts: whether the engine records the experts of each token.
         weights_root: folder below which clients may name new weights; None forbids it.
         fetcher: of prompts that other servers read; None reads all of them here.
@@ -42,6 +43,7 @@ class Served:
     stop_ids: frozenset[int] = frozenset()
     defaults: Mapping[str, float] = dataclasses.field(default_factory=dict)
     max_seconds: float = 3600.0
+    max_dispatch_seconds: float = 600.0  # of which the first ones compile
     routed_experts: bool = False
     weights_root: pathlib.Path | None = None
     fetcher: fetching.Fetcher | None = None

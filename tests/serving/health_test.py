@@ -1,0 +1,93 @@
+"""Whether a server is well: not if its engine hangs, though it still answers."""
+
+import asyncio
+import contextlib
+import threading
+
+import httpx
+from absl.testing import absltest
+
+from glm5_jax.http_server import guard
+from glm5_jax.inference import requests, service
+from glm5_jax.serving import app, served
+from tests.rl import scripted
+
+LIMIT = 0.2  # seconds of a step, above which an engine hangs
+SECONDS = 20.0  # for what takes milliseconds
+
+
+class Hanging(scripted.ScriptedEngine):
+    """An engine whose steps take until `goes_on`."""
+
+    def __init__(self):
+        super().__init__(lambda _: [7] * 4)
+        self.hangs, self.goes_on = threading.Event(), threading.Event()
+
+    def step(self):
+        self.hangs.set()
+        self.goes_on.wait(SECONDS)
+        return super().step()
+
+
+class HealthTest(absltest.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.engine = Hanging()
+        self.addCleanup(self.engine.goes_on.set)
+        self.service = service.Service(self.engine)
+        model = served.Served(
+            name="m", service=self.service, max_dispatch_seconds=LIMIT
+        )
+        self.app = app.make(model, guard.Limits())
+
+    async def health(self):
+        transport = httpx.ASGITransport(self.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://m") as asks:
+            answer = await asks.get("/health")
+            return answer.status_code, answer.json()
+
+    def submit(self):
+        self.service.submit(requests.Request(0, [1], 4), lambda event: None)
+
+    def test_an_engine_that_hangs_is_not_well_until_it_goes_on(self):
+        async def run():
+            self.assertEqual(await self.health(), (200, {"status": "ok"}))
+            self.submit()
+            await asyncio.to_thread(self.engine.hangs.wait, SECONDS)
+            self.assertEqual((await self.health())[0], 200)
+            await asyncio.sleep(2 * LIMIT)
+            status, told = await self.health()
+            self.assertEqual(status, 503)
+            self.assertIn("A step of the engine has taken", told["error"]["message"])
+            self.engine.goes_on.set()
+            await asyncio.to_thread(self.service.drain, SECONDS)
+            self.assertEqual(await self.health(), (200, {"status": "ok"}))
+
+        with contextlib.closing(self.service):
+            asyncio.run(run())
+
+    def test_an_engine_that_has_ended_is_not_well(self):
+        self.service.close()
+        status, told = asyncio.run(self.health())
+        self.assertEqual(status, 503)
+        self.assertIn("The service has ended", told["error"]["message"])
+
+    def test_one_without_work_is_well(self):
+        """It is idle for longer than a step may take, and then pauses."""
+
+        async def run():
+            for _ in range(2):
+                self.assertEqual((await self.health())[0], 200)
+                await asyncio.sleep(2 * LIMIT)
+            self.service.pause().result()
+            self.submit()
+            for _ in range(2):
+                self.assertEqual((await self.health())[0], 200)
+                await asyncio.sleep(2 * LIMIT)
+
+        with contextlib.closing(self.service):
+            asyncio.run(run())
+
+
+if __name__ == "__main__":
+    absltest.main()
