@@ -12,6 +12,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import threading
 from unittest import mock
 
 import jax
@@ -28,8 +29,9 @@ from glm5_jax import config as config_lib
 from glm5_jax import environments
 from glm5_jax.rl.actors import orchestrator as orchestrator_lib
 from glm5_jax.training import loop, policy
-from glm5_jax.training.feeds import engine_processes, player
+from glm5_jax.training.feeds import engine_processes, player, rollouts
 from glm5_jax.training.reporting import metrics
+from glm5_jax.training.run import health
 from glm5_jax.training.run import state as run_lib
 from tests import environment, runs
 from tests.training import rl_runs
@@ -110,6 +112,45 @@ class AsyncTest(runs.OneDeviceTest):
         self.assertEqual([r["step"] for r in records], [1, 2, 3, 4, 5, 6])
         self.assertLessEqual(max(r["rollout/staleness_max"] for r in records), 2)
 
+    def test_a_run_of_fewer_steps_than_groups_may_wait_ends(self):
+        """Groups that no step is left for are under way as it does."""
+        config = rl_runs.make_async(4, num_steps=2)
+        with runs.compile_once(STALE):  # whose step differs in its schedule alone
+            steps = self.train(config, self.root / "short", SLOW)
+        self.assertEqual([len(step) for step in steps], [2, 2])
+        records = metrics.read(self.root / "short" / "metrics.jsonl")
+        self.assertEqual([r["step"] for r in records], [1, 2])
+        last = records[-1]
+        self.assertGreater(last["groups/running"] + last["groups/ready"], 0)
+
+    def test_a_rollback_learns_from_newer_groups(self):
+        """Step 4 is NaN, and the checkpoint of step 2 is followed by other groups."""
+        limits = {"max_skipped_in_a_row": 1, "on_not_finite": "roll_back"}
+        config = dataclasses.replace(STALE, health=config_lib.HealthConfig(**limits))
+        plain, folder = rollouts.Rollouts.next, self.root / "rolled_back"
+
+        def spoilt(feed, params, position):
+            batch, seen = plain(feed, params, position)
+            if position == 3:
+                batch["advantages"] = np.full_like(batch["advantages"], np.nan)
+            return batch, seen
+
+        with mock.patch.object(rollouts.Rollouts, "next", spoilt):
+            steps = self.train(config, folder, SLOW)
+        self.assertLen(steps, 8)  # two of them were undone
+        taken = [index for step in steps for index in step]
+        self.assertLen(set(taken), 16)
+        records = metrics.read(folder / "metrics.jsonl")
+        self.assertEqual([r["step"] for r in records], [1, 2, 3, 4, 5, 6])
+        last = records[-1]
+        self.assertEqual((last[health.ROLLBACKS], last["optim/skipped_total"]), (1, 0))
+        for record in records:
+            self.assertLessEqual(record["rollout/staleness_max"], 2)
+            self.assertLess(record["rl/logprob_gap"], 1e-5)
+        ledger = {k: v for k, v in last.items() if k.startswith("groups/")}
+        begun = ledger.pop("groups/begun")
+        self.assertEqual(begun, sum(ledger.values()))
+
     def test_an_environment_that_hangs_is_a_timeout_not_a_hang(self):
         config = rl_runs.make_async(1, {"step_timeout_seconds": 0.1}, num_steps=1)
         with (
@@ -120,6 +161,45 @@ class AsyncTest(runs.OneDeviceTest):
             mock.patch.object(run_lib.Run, "compile"),
         ):
             self.train(config, self.root / "silent")
+
+
+class LostTest(runs.FolderTest):
+    """An orchestrator that ends, as its socket and its log tell."""
+
+    def setUp(self):
+        super().setUp()
+        config = rl_runs.make_async(1, {"num_engines": 1})
+        self.made = engine_processes.EngineProcesses(config)
+        self.made._folder = self.root
+        lines = "\n".join(f"line {i}" for i in range(30))
+        (self.root / "orchestrator.log").write_text(f"{lines}\nKilled")
+
+    def assert_told(self, how):
+        words = rf"^the orchestrator {how}: line 11\nline 12\n(.*\n)*Killed$"
+        return self.assertRaisesRegex(engine_processes.ActorError, words)
+
+    @parameterized.parameters(True, False)
+    def test_it_ends_with_a_step_s_request_or_before_it(self, has_come):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            self.made._port = server.getsockname()[1]
+
+            def end():
+                with server.accept()[0] as connection:
+                    connection.recv(10)
+
+            ending = threading.Thread(target=end)
+            if has_come:
+                ending.start()
+                self.addCleanup(ending.join)
+            else:
+                server.close()
+            with self.assert_told(r"is lost \(\w+\(.*\)\)"):
+                self.made.take(0)
+
+    def test_it_ends_before_it_answers(self):
+        self.made._children["orchestrator"] = mock.Mock(poll=lambda: -9)
+        with self.assert_told("ended"):
+            self.made._wait("orchestrator", 1, "/status")
 
 
 class Chatting(rl_runs.Lottery):
