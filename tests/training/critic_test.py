@@ -40,6 +40,7 @@ RL = {
     "loss_mean": "token",
 }
 CONFIG = rl_runs.make_config(RL, rl_runs.PLAIN)
+LOWER, INITIAL = program_lib.Program.lower, program_lib.Program.initial
 SKIPPED = {"max_skipped_in_a_row": 1, "on_not_finite": "roll_back"}
 
 
@@ -299,6 +300,38 @@ class RunTest(runs.OneDeviceTest):
         self.assert_same(folder, self.run_folder)
         lines = [rl_runs.computed(run) for run in (folder, self.run_folder)]
         self.assertEqual(*lines)
+
+    @pytest.mark.slow
+    def test_episodes_that_are_played_meanwhile(self):
+        """Without staleness it is the same run; with it, groups wait for no step."""
+        stale, same = (
+            dataclasses.replace(
+                CONFIG,
+                stage="async_rl",
+                rl=dataclasses.replace(CONFIG.rl, max_staleness=most),
+            )
+            for most in (2, 0)
+        )
+        folders = self.root / "stale", self.root / "same"
+        slow = mock.Mock(return_value=rl_runs.Lottery(seconds=0.02))
+        whole = program_lib.Program
+        with (
+            mock.patch.multiple(whole, lower=LOWER, initial=INITIAL),
+            runs.compile_once(stale),
+            mock.patch.object(environments, "make", slow),
+        ):
+            for config, folder in zip((stale, same), folders, strict=True):
+                loop.train(config, folder)
+        states = self.state_of(folders[1]), self.state_of(self.run_folder)
+        assert_close(*states)  # the programs are not the same
+        for folder in folders:
+            for record in metrics.read(folder / "metrics.jsonl"):
+                self.assertEqual(record["rollout/used_groups"], ROWS)
+                self.assertEqual(record["critic/skipped_total"], 0)
+                self.assertBetween(record[policy.GAP], 0, CONFIG.rl.max_logprob_gap)
+        records = metrics.read(folders[0] / "metrics.jsonl")
+        staleness = [r["rollout/staleness_max"] for r in records]
+        self.assertBetween(max(staleness), 1, 2)
 
     def test_a_rollback_takes_the_critic_along(self):
         """Those of step 3 are NaN; a replay of the other steps ends alike."""
