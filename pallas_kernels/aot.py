@@ -43,6 +43,7 @@ device_description_str: "NVIDIA H200"
 """
 # The smallest topology that each chip's compiler takes, by names in `chips.CHIPS`.
 TOPOLOGIES = {
+    "v5e": "v5e:2x2",
     "v5p": "v5p:2x2x1",
     "v6e": "v6e:2x2",
     "tpu7x": "tpu7x:2x2x1",

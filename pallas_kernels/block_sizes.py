@@ -30,8 +30,9 @@ class Tpu:
     decode_groups: int = 128  # tiles of 8 cached rows fetched at a time
 
 
-# By the chip's name in `chips.CHIPS`. A v6e has 128 MB of VMEM, the others 64.
+# By the chip's name in `chips.CHIPS`. A v5e and a v6e have 128 MB of VMEM, the others 64.
 TPUS = {
+    "v5e": Tpu(vmem_bytes=112 << 20),
     "v5p": Tpu(cores=chips.CHIPS["v5p"].cores),
     "v6e": Tpu(vmem_bytes=112 << 20, indexer_keys=2048),
     "tpu7x": Tpu(indexer_keys=2048),

@@ -65,7 +65,8 @@ KIB_PER_TOKEN = {
 # copied: its rows fill a TPU's tiles, as in the model's cache.
 FIXED_MIB = {("sparse_mla", "det"): 2560}
 OTHER_FIXED_MIB = 64
-# A v6e has 31 GiB: long contexts are split over the queries and heads of several.
+# A v6e has 31 GiB, a v5e 16: long contexts are split over the queries and heads of
+# several. Of a v5e, what one chip takes is compiled.
 V6E_SHARE = {"queries": 16384, "heads": 16}
 FASTEST = (
     ("v5p", "indexer_bits", "fwd", 4096),
@@ -92,10 +93,14 @@ def case_name(chip, op, mode, length):
 
 NIGHTLY = [
     case_name(chip, op, mode, length)
-    for names, ops in ((TPUS, TPU_OPS), (("h200",), GPU_OPS))
+    for names, ops, lengths in (
+        (TPUS, TPU_OPS, LENGTHS),
+        (("v5e",), TPU_OPS, LENGTHS[:1]),
+        (("h200",), GPU_OPS, LENGTHS),
+    )
     for chip in names
     for op, mode in ops
-    for length in LENGTHS
+    for length in lengths
     if (chip, op, mode, length) not in FASTEST
 ]
 

@@ -53,7 +53,9 @@ class BlockSizesTest(parameterized.TestCase):
         for size in row.grouped_matmul_quantized.sizes[1:]:
             self.assertEqual(128 % size, 0)
 
-    @parameterized.parameters(("v5p", 2, 64), ("v6e", 1, 128), ("tpu7x", 1, 64))
+    @parameterized.parameters(
+        ("v5e", 1, 128), ("v5p", 2, 64), ("v6e", 1, 128), ("tpu7x", 1, 64)
+    )
     def test_kernels_leave_an_eighth_of_the_vmem(self, name, cores, megabytes):
         row = block_sizes.TPUS[name]
         self.assertEqual(row.cores, cores)
