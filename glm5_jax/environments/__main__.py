@@ -10,13 +10,14 @@ python -m glm5_jax.environments draft TOPICS --base_url=URL --model=NAME --out=F
 NAME is what rl.environment takes: reverse:3-6, swe:FOLDER, module:Class, ...
 
 `validate` plays each task's solution ten times, wrong attempts and doing nothing, and
-prints one JSON object; the exit code is 1 if a task fails. Its --out resumes. `play`
-reads a turn a line: "/NAME ARGUMENT" calls a tool, all else is a text. `serve` needs
-the extra serve; its address, http://HOST:PORT, is a NAME. `mine` makes tasks of
-software engineering from NAME==VERSION of PyPI, NAME==OLD->NEW for two releases, with
-more of them for a chain, debian:NAME, npm:NAME@VERSION or folders, and prints what
-became of every candidate. `export` writes Harbor's format. `draft` lets a model write
-terminal tasks and keeps the proven. Lists have ",", or are a file's lines.
+prints one JSON object; the exit code is 1 if a task fails. Its --out resumes; that of
+swe:, swe_chain: and harbor:FOLDER is FOLDER/proofs.jsonl, whose failed tasks are served
+to nobody. `play` reads a turn a line: "/NAME ARGUMENT" calls a tool, all else is a
+text. `serve` needs the extra serve; its address, http://HOST:PORT, is a NAME. `mine`
+makes tasks of software engineering from NAME==VERSION of PyPI, NAME==OLD->NEW for two
+releases, with more of them for a chain, debian:NAME, npm:NAME@VERSION or folders, and
+prints what became of every candidate. `export` writes Harbor's format. `draft` lets a
+model write terminal tasks and keeps the proven. Lists have ",", or are a file's lines.
 """
 
 from absl import flags, logging

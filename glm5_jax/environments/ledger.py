@@ -4,9 +4,15 @@ import dataclasses
 import hashlib
 import json
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 from glm5_jax.environments import proofs, protocol
+
+
+def verdicts(path: pathlib.Path) -> Mapping[str, bool]:
+    """Returns whether each task of a file is proven, by its id; its last line tells."""
+    return {entry["task"]: not entry["failures"] for entry in _entries(path)}
 
 
 class Ledger:
@@ -24,10 +30,8 @@ class Ledger:
                 number, and of tasks that are told otherwise now, do not count.
         """
         self._path, self._how = path, (num_repeats, through)
-        is_there = path is not None and path.is_file()
-        lines = path.read_text("utf-8").splitlines() if path and is_there else []
-        entries = [json.loads(line) for line in lines if line.endswith("}")]
-        if path and is_there:  # without a line that was cut off
+        entries = _entries(path) if path else []
+        if path and path.is_file():  # without a line that was cut off
             text = "".join(f"{json.dumps(entry)}\n" for entry in entries)
             partial = path.with_name(f".{path.name}.partial")
             partial.write_text(text, encoding="utf-8")
@@ -53,3 +57,9 @@ class Ledger:
     def _key(self, task: protocol.Task) -> str:
         told = json.dumps([task.id, task.messages, *self._how], sort_keys=True)
         return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
+def _entries(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Returns the lines of a file, which need not exist; half a line is none."""
+    lines = path.read_text("utf-8").splitlines() if path.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]

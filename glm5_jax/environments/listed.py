@@ -1,14 +1,24 @@
-"""Tasksets of a list of named tasks: which split a task is in, and their order."""
+"""Tasksets of a list of named tasks: which split a task is in, and their order.
+
+`validate` writes what it finds about tasks of a folder into its file PROOFS. A task
+that failed is not served; one without a proof is. The log tells how many.
+"""
 
 import abc
+import copy
+import functools
 import hashlib
+import pathlib
 import random
 from collections.abc import Mapping
 from typing import Generic, TypeVar
 
-from glm5_jax import config
-from glm5_jax.environments import protocol
+from absl import logging
 
+from glm5_jax import config
+from glm5_jax.environments import ledger, protocol
+
+PROOFS = "proofs.jsonl"
 T = TypeVar("T")
 
 
@@ -22,6 +32,7 @@ class Listed(abc.ABC, Generic[T]):
         one_in: int,
         remedy: str,
         groups: Mapping[str, str] | None = None,
+        proofs: pathlib.Path | None = None,
     ) -> None:
         """Splits the tasks.
 
@@ -32,8 +43,10 @@ class Listed(abc.ABC, Generic[T]):
             remedy: what to do if a split has no task, for the error.
             groups: of each task by its name; tasks of one group are in one split. None:
                 each is one of its own.
+            proofs: file of their proofs, which need not exist.
         """
         self.name, self.by_id, self._remedy = name, by_id, remedy
+        self.proofs = proofs
         self._names: dict[str, list[str]] = {"train": [], "held_out": []}
         for key in sorted(by_id):
             digest = hashlib.sha256((groups[key] if groups else key).encode()).digest()
@@ -44,9 +57,15 @@ class Listed(abc.ABC, Generic[T]):
     def task_of(self, made_of: T, /) -> protocol.Task:
         """Returns the task that is made of an entry of the list."""
 
+    def whole(self) -> "Listed[T]":
+        """Returns this taskset with the tasks that failed, to prove them again."""
+        every = copy.copy(self)
+        every.__dict__["_failed"] = frozenset()
+        return every
+
     def size(self, split: str) -> int:
-        """Returns the number of tasks of a split."""
-        return len(self._names[split])
+        """Returns the number of tasks of a split that are served."""
+        return sum(name not in self._failed for name in self._names[split])
 
     def task(self, split: str, seed: int, index: int) -> protocol.Task:
         """Returns a task; those of one seed repeat after all of a split were given.
@@ -54,12 +73,28 @@ class Listed(abc.ABC, Generic[T]):
         Raises:
             config.InputError: the split has no task.
         """
-        names = self._names[split]
-        if not names:
+        size = self.size(split)
+        if not size:
             raise config.InputError(
                 f"{self.name} has no task in {split}; {self._remedy}."
             )
-        turn, place = divmod(index, len(names))
-        order = list(names)
+        turn, place = divmod(index, size)
+        order = list(self._names[split])
         random.Random(f"{seed}/{split}/{turn}").shuffle(order)
-        return self.task_of(self.by_id[order[place]])
+        served = [name for name in order if name not in self._failed]
+        return self.task_of(self.by_id[served[place]])
+
+    @functools.cached_property
+    def _failed(self) -> frozenset[str]:
+        """Returns the tasks that failed their proof, and logs how many are proven."""
+        known = ledger.verdicts(self.proofs) if self.proofs else {}
+        found = {name: known[name] for name in self.by_id if name in known}
+        failed = frozenset(name for name, is_proven in found.items() if not is_proven)
+        count = len(self.by_id)
+        if len(found) - len(failed) < count:
+            logging.warning(
+                f"{self.name}: {len(failed)} of {count} tasks failed their proof and "
+                f"are left out; {count - len(found)} have none. `validate` proves "
+                f"them, into {self.proofs or '--out'}."
+            )
+        return failed

@@ -54,12 +54,16 @@ def validate(name: str, settings: Settings, out: pathlib.Path | None) -> dict[st
         name: of the taskset, as rl.environment.
         settings: which tasks.
         out: file for the proofs, one JSON line a task. Tasks that it has a line of are
-            not played again. None writes none.
+            not played again. None: the file of the taskset's folder, if it has one
+            that can be written and the episodes are played here.
 
     Raises:
         config.InputError: there is no such taskset, or programs play its episodes.
     """
     taskset = _provable(name, settings.through)
+    own = getattr(taskset, "proofs", None)
+    if out is None and own is not None and os.access(own.parent, os.W_OK):
+        out = own
     kept = ledger.Ledger(out, settings.num_repeats, settings.through)
     found = asyncio.run(_prove_all(taskset, settings, kept))
     for proof in [proof for proof in found if proof.failures][:_SHOWN]:
@@ -83,7 +87,10 @@ def _provable(name: str, address: str) -> protocol.Taskset:
             f"{name!r} tells no solutions; prove it by the taskset that it serves: "
             f"python -m glm5_jax.environments validate NAME --through={name}."
         )
-    return through.Through(taskset, remote.Remote(address)) if address else taskset
+    if address:  # the service has no tasks that failed
+        return through.Through(taskset, remote.Remote(address))
+    whole = getattr(taskset, "whole", None)  # with those that failed before
+    return whole() if whole else taskset
 
 
 def export(

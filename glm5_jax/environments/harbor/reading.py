@@ -21,6 +21,7 @@ from glm5_jax.environments.harbor import (
 
 _MAX_BYTES = 2**25  # of tests, of the solution or of the build's files
 _COMPOSE = ("docker-compose.yaml", "docker-compose.yml")
+_SETTINGS = "task.toml"
 _SCRIPTS = {"solution": "solve.sh", "tests": "test.sh"}
 
 
@@ -58,13 +59,18 @@ def find(path: pathlib.Path) -> list[pathlib.Path]:
         config.InputError: there is none.
     """
     paths = [path, *(sorted(path.iterdir()) if path.is_dir() else [])]
-    found = [one for one in paths if (one / "task.toml").is_file()]
+    found = [one for one in paths if (one / _SETTINGS).is_file()]
     if not found:
         raise config.InputError(
             f"harbor:{path}: neither it nor a folder in it has a task.toml; name a "
             f"task folder of Harbor's format, or a folder of such."
         )
     return found
+
+
+def folder_of(path: pathlib.Path) -> pathlib.Path:
+    """Returns the folder that the task folders at a path lie in."""
+    return path.resolve().parent if (path / _SETTINGS).is_file() else path
 
 
 def read(path: pathlib.Path) -> Task:
@@ -90,7 +96,7 @@ def read(path: pathlib.Path) -> Task:
 
 def _read(path: pathlib.Path) -> tuple[Task, list[str]]:
     environment = path / "environment"
-    settings = task_file.read(path / "task.toml")
+    settings = task_file.read(path / _SETTINGS)
     build = dockerfile.read(environment / "Dockerfile")
     workdir = settings.workdir or build.workdir
     wrong = sorted((path / folder.WRONG).glob("*.sh"))

@@ -59,7 +59,8 @@ class Harbor(listed.Listed[reading.Task]):
         """
         by_id: dict[str, reading.Task] = {}
         refusals = []
-        for path in reading.find(pathlib.Path(name.removeprefix(PREFIX))):
+        at = pathlib.Path(name.removeprefix(PREFIX))
+        for path in reading.find(at):
             try:
                 task = reading.read(path)
             except config.InputError as error:
@@ -69,7 +70,13 @@ class Harbor(listed.Listed[reading.Task]):
                 by_id[task.name] = task
         if not by_id:
             raise config.InputError(" ".join(refusals[:_SHOWN]))
-        super().__init__(name, by_id, _HELD_OUT, "take the other split")
+        super().__init__(
+            name,
+            by_id,
+            _HELD_OUT,
+            "take the other split",
+            proofs=reading.folder_of(at) / listed.PROOFS,
+        )
 
     def task_of(self, read: reading.Task) -> protocol.Task:
         """Returns the task of a folder."""

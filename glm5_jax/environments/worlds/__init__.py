@@ -1,1 +1,1 @@
-"""Worlds: environments with tools, whose tasks are proven before they are served."""
+"""Worlds: environments with tools, whose tasks can be proven."""

@@ -44,7 +44,8 @@ class Swe(listed.Listed[records.Record]):
         """
         self.folder = records.Folder(name.removeprefix(PREFIX))
         by_id = {one.instance_id: one for one in self.folder.records()}
-        super().__init__(name, by_id, HELD_OUT, "mine more")
+        kept = self.folder.path / listed.PROOFS
+        super().__init__(name, by_id, HELD_OUT, "mine more", proofs=kept)
 
     def task_of(self, record: records.Record) -> protocol.Task:
         """Returns the task of a record."""

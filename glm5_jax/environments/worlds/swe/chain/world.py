@@ -47,7 +47,14 @@ class SweChain(listed.Listed[stored.Chain]):
         by_id = stored.read(self.folder)
         # Chains of one package are in one split.
         repos = {key: chain.repo for key, chain in by_id.items()}
-        super().__init__(name, by_id, world.HELD_OUT, "mine more packages", repos)
+        super().__init__(
+            name,
+            by_id,
+            world.HELD_OUT,
+            "mine more packages",
+            groups=repos,
+            proofs=self.folder.path / listed.PROOFS,
+        )
 
     def task_of(self, chain: stored.Chain) -> protocol.Task:
         """Returns the task of a chain."""
