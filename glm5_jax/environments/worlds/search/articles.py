@@ -124,6 +124,11 @@ def read(name: str) -> Graph:
     return link([_of_record(line, f"{path}:{i}") for i, line in enumerate(lines, 1)])
 
 
+def places(name: str) -> tuple[pathlib.Path, ...]:
+    """Returns the files or folders of this machine in which a collection stands."""
+    return (FOLDOC.parent if name == "foldoc" else pathlib.Path(name).resolve(),)
+
+
 def _of_record(line: str, place: str) -> Article:
     try:
         record: Any = json.loads(line)

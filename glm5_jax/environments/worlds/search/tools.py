@@ -1,6 +1,7 @@
 """The tools of an episode: search, open, find, python."""
 
 import asyncio
+import pathlib
 from collections.abc import Mapping
 
 from glm5_jax.environments import sandbox, tool_calls
@@ -29,9 +30,21 @@ TOOLS = (
 class Tools:
     """The tools of one episode, with the opened article and the sandbox."""
 
-    def __init__(self, graph: articles.Graph, search: index.Index) -> None:
-        """Begins with no article; a sandbox starts when Python is first called."""
+    def __init__(
+        self,
+        graph: articles.Graph,
+        search: index.Index,
+        hidden: tuple[pathlib.Path, ...] = (),
+    ) -> None:
+        """Begins with no article; a sandbox starts when Python is first called.
+
+        Args:
+            graph: of the articles.
+            search: finds them.
+            hidden: files and folders of this machine that the sandbox must not show.
+        """
         self._graph, self._index = graph, search
+        self._image = sandbox.Image(hidden=hidden)
         self._opened: articles.Article | None = None
         self._box: sandbox.Box | None = None
 
@@ -84,6 +97,6 @@ class Tools:
 
     async def _python(self, code: str) -> str:
         if self._box is None:
-            self._box = await sandbox.start(limits=_LIMITS)
+            self._box = await sandbox.start(self._image, _LIMITS)
         await self._box.write("program.py", code.encode())
         return (await self._box.run("python3 -I program.py")).text()

@@ -20,6 +20,13 @@ _MAX_WALKS = 5000  # tried for one question
 _SPLITS = ("train", "held_out")
 _MARKS = " *_`\"'"  # around an answer
 _HELD_OUT = 8  # every 8th article is an answer of held-out questions alone
+# Prints which of the paths have something in them.
+_LOOK = """import os
+for path in {}:
+    if os.path.exists(path):
+        size = len(os.listdir(path)) if os.path.isdir(path) else os.path.getsize(path)
+        print(path if size else "")
+"""
 _TOLD = (
     "Answer the question with the tools. When you know the answer, reply with the "
     "title alone and call no tool."
@@ -39,6 +46,7 @@ class Search:
         self._hops, collection = _parse(name)
         self._graph = articles.read(collection)
         self._index = _index(collection)
+        self.places = articles.places(collection)
 
     def task(self, split: str, seed: int, index: int) -> protocol.Task:
         """Returns the first good question of walks that the numbers begin.
@@ -75,7 +83,10 @@ class Search:
 
     def environment(self) -> protocol.Environment:
         """Returns an environment with the four tools."""
-        return Environment(self._graph, tools_lib.Tools(self._graph, self._index))
+        # A box sees /usr, where the dictionary is installed.
+        hidden = tuple(path for path in self.places if path.is_relative_to("/usr"))
+        tools = tools_lib.Tools(self._graph, self._index, hidden)
+        return Environment(self._graph, tools)
 
     def demonstration(self, task: protocol.Task) -> Sequence[messages.Message] | None:
         """Returns None: the results of calls are not known beforehand."""
@@ -102,7 +113,7 @@ class Search:
     async def leaks(
         self, environment: protocol.Environment, task: protocol.Task
     ) -> list[str]:
-        """Returns what of the answer the messages and the sandbox show."""
+        """Returns what the messages and the sandbox show of answer and collection."""
         assert isinstance(environment, Environment)
         number = task.answer["question"].path[-1]
         article = self._graph.articles[number]
@@ -111,10 +122,15 @@ class Search:
             "python", code="import os; print(os.listdir('.'), *os.environ)"
         )
         shown["sandbox"] = (await environment.step(look)).messages[0]["content"]
+        look = tool_calls.turn("python", code=_LOOK.format(list(map(str, self.places))))
+        seen = (await environment.step(look)).messages[0]["content"]
         return [
-            f"the answer in the {place}"
-            for place, text in shown.items()
-            if screen.names_in(text, article)
+            *(
+                f"the answer in the {place}"
+                for place, text in shown.items()
+                if screen.names_in(text, article)
+            ),
+            *(f"the collection in {x}" for x in map(str, self.places) if x in seen),
         ]
 
     def _task(self, question: questions.Question, name: str) -> protocol.Task:

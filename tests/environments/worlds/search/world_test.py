@@ -5,12 +5,14 @@ import json
 import pathlib
 import re
 import tempfile
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 
 from glm5_jax import config, environments
 from glm5_jax.environments import proofs, protocol, sandbox
-from glm5_jax.environments.worlds.search import articles, questions, world
+from glm5_jax.environments.worlds.search import articles, questions, tools, world
+from glm5_jax.environments.worlds.search import index as index_lib
 from tests.environments import episodes
 from tests.environments.worlds.search import collection
 
@@ -21,10 +23,11 @@ _STEP = re.compile(
 
 
 def setUpModule():
-    global TASKSET
+    global TASKSET, GRAPH
     with tempfile.TemporaryDirectory() as folder:
         name = collection.write(pathlib.Path(folder) / "own.jsonl")
         TASKSET = environments.make(f"search:{name}")
+        GRAPH = articles.read(str(name))
 
 
 def call(**arguments):
@@ -216,6 +219,33 @@ class WorldTest(parameterized.TestCase):
         self.assertRegex(first.messages[0]["content"], r"^42\n(.*\n)+ModuleNotFound")
         self.assertRegex(second.messages[0]["content"], r"^1\n(.*\n)+FileNotFound")
 
+    def test_the_collection_is_no_file_of_the_sandbox(self):
+        """A dictionary below /usr, which every box sees: one of the machine's."""
+        if sandbox.describe() != "bubblewrap":
+            self.skipTest("needs the package bubblewrap")
+        path = next(pathlib.Path("/usr/share").glob("perl5/**/*.pm"))
+        task, found = TASKSET.task("train", 0, 0), index_lib.Index(GRAPH)
+        code = f"print(len(open('{path}').read()))"
+
+        async def look(hidden):
+            made = world.Environment(GRAPH, tools.Tools(GRAPH, found, hidden))
+            try:
+                await made.reset(task)
+                said = await made.step(call(python={"code": code}))
+                leaks = await TASKSET.leaks(made, task)
+            finally:
+                await made.close()
+            return said.messages[0]["content"], leaks
+
+        size = str(len(path.read_text()))
+        with mock.patch.object(TASKSET, "places", (path,)):
+            leak = f"the collection in {path}"
+            self.assertEqual(asyncio.run(look(())), (size, [leak]))
+            self.assertEqual(asyncio.run(look((path,))), ("0", []))
+            told, leaks = asyncio.run(look((path.parent,)))
+        self.assertIn("FileNotFoundError", told)
+        self.assertEmpty(leaks)
+
     @parameterized.parameters("foldoc:1", "foldoc:5", "foldoc:3-2", "foldoc:12")
     def test_wrong_sizes_are_named(self, name):
         with self.assertRaisesRegex(config.InputError, "from 2 to 4"):
@@ -227,6 +257,9 @@ class WorldTest(parameterized.TestCase):
         taskset = environments.make("search:foldoc:2")
         task = taskset.task("train", 0, 0)
         self.assertEqual(asyncio.run(proofs.prove(taskset, task, 1)).failures, ())
+        read = call(python={"code": f"open('{articles.FOLDOC}.dict.dz')"})
+        result = episodes.play(taskset, task, read)[0].messages[0]["content"]
+        self.assertIn("FileNotFoundError", result)
 
 
 if __name__ == "__main__":
