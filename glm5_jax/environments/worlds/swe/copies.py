@@ -1,15 +1,18 @@
 """Finds what an agent must not read: the solution, the tests, and copies on the host.
 
 A box sees /usr and the folder of a test runner. Programs there bring packages of their
-own along, perhaps the very one that a task is about, in this release or another.
+own along, perhaps the very one that a task is about, in this release or another; pip's
+lie in a wheel.
 """
 
+import contextlib
 import functools
 import hashlib
 import os
 import pathlib
 import sysconfig
 import zipfile
+import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from glm5_jax.environments.worlds.swe import records
@@ -17,6 +20,9 @@ from glm5_jax.environments.worlds.swe import records
 USR = pathlib.Path("/usr")
 # Folders of these names are in many packages.
 _COMMON = frozenset(("bin", "dist", "include", "lib", "src", "t", "test", "tests"))
+_ARCHIVES = (".jar", ".whl", ".egg", ".zip")
+# Broken ones, and those with a password or packed in a way that Python does not know.
+_UNREADABLE = (OSError, zipfile.BadZipFile, zlib.error, RuntimeError)
 # Languages' own libraries, without which programs do not run: a task whose solution is
 # there is not proven.
 _CORES = (sysconfig.get_path("stdlib"), "/usr/lib/python3.", "/usr/share/perl/")
@@ -47,7 +53,7 @@ def on_host(
     Args:
         files: by path in their package. What counts as a copy is the folder of another
             package in which a file has the same name and is in a folder of the same
-            name, or a file with the same name and content.
+            name, or a file with the same name and content; or an archive with either.
         roots: folders of the host that a box sees.
     """
     digests = ((k, hashlib.sha256(v).hexdigest()) for k, v in files.items())
@@ -76,41 +82,61 @@ def _copies(root: pathlib.Path, name: str, digest: str) -> Iterator[str]:
     parts = name.split("/")
     for other in _paths(root).get(parts[-1], ()):
         theirs = other.split("/")
-        same = 0
-        while same < len(parts) and parts[-same - 1] == theirs[-same - 1]:
-            same += 1
-        if same > 1 and parts[-same] not in _COMMON:
+        if same := _same(parts, theirs):
             yield "/".join(theirs[: len(theirs) - same + 1])
         elif _digest(other) == digest:
             yield other
-    if name.endswith(".java"):
-        yield from _jars(root).get("/".join(parts[-2:])[: -len(".java")], ())
+    for archive, other in _members(root).get(parts[-1], ()):
+        if _same(parts, other.split("/")) or _digest_in(archive, other) == digest:
+            yield archive
+    if name.endswith(".java"):  # compiled, whatever the folder is called
+        parts[-1] = parts[-1].removesuffix(".java") + ".class"
+        for archive, other in _members(root).get(parts[-1], ()):
+            if other.split("/")[-2:] == parts[-2:]:
+                yield archive
+
+
+def _same(parts: Sequence[str], theirs: Sequence[str]) -> int:
+    """Returns how many names at the ends agree; 0 if they do not tell a package."""
+    same = 0
+    while same < min(len(parts), len(theirs)) and parts[~same] == theirs[~same]:
+        same += 1
+    return same if same > 1 and parts[-same] not in _COMMON else 0
 
 
 @functools.cache
 def _paths(root: pathlib.Path) -> Mapping[str, list[str]]:
-    """Returns the files below a folder by their names."""
+    """Returns the files below a folder by their names; of cores, archives alone."""
     found: dict[str, list[str]] = {}
     for here, _, names in os.walk(root):
-        if not f"{here}/".startswith(_CORES) or "-packages" in here:
-            for name in names:
+        is_core = f"{here}/".startswith(_CORES) and "-packages" not in here
+        for name in names:
+            if not is_core or name.endswith(_ARCHIVES):
                 found.setdefault(name, []).append(f"{here}/{name}")
     return found
 
 
 @functools.cache
-def _jars(root: pathlib.Path) -> Mapping[str, list[str]]:
-    """Returns the archives of compiled Java by their classes, as "FOLDER/NAME"."""
-    found: dict[str, list[str]] = {}
-    jars = [path for paths in _paths(root).values() for path in paths]
-    for jar in jars:
-        if jar.endswith(".jar") and not os.path.islink(jar) and zipfile.is_zipfile(jar):
-            with zipfile.ZipFile(jar) as opened:
-                for name in opened.namelist():
-                    if name.endswith(".class"):
-                        key = "/".join(name.split("/")[-2:]).removesuffix(".class")
-                        found.setdefault(key, []).append(jar)
+def _members(root: pathlib.Path) -> Mapping[str, list[tuple[str, str]]]:
+    """Returns the archives below a folder, each with a file in it, by its name."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    paths = [path for paths in _paths(root).values() for path in paths]
+    for path in paths:
+        if path.endswith(_ARCHIVES) and not os.path.islink(path):
+            with contextlib.suppress(*_UNREADABLE), zipfile.ZipFile(path) as opened:
+                for inside in opened.namelist():
+                    name = inside.rpartition("/")[2]
+                    found.setdefault(name, []).append((path, inside))
     return found
+
+
+@functools.cache
+def _digest_in(archive: str, inside: str) -> str:
+    try:
+        with zipfile.ZipFile(archive) as opened:
+            return hashlib.sha256(opened.read(inside)).hexdigest()
+    except _UNREADABLE:
+        return ""
 
 
 @functools.cache

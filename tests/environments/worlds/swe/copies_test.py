@@ -66,6 +66,25 @@ class OnHostTest(absltest.TestCase):
         found = copies.on_host(files, (self.root,))
         self.assertEqual(found, (self.root / "java/own.jar",))
 
+    def test_archives_with_another_release_or_the_same_text_are_hidden(self):
+        for path, inside, text in (
+            ("lib/core/bundled/pip.whl", "pip/_vendor/pack/deep/codec.py", b"an older"),
+            ("share/pack.egg", "pack/single.py", b"another"),
+            ("share/same.zip", "elsewhere/setup.py", b"set up"),
+            ("share/other.whl", "other/setup.py", b"of another package"),
+            ("share/part.zip", "codec.py", b"a part of it"),
+        ):
+            file = self.root / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with zipfile.ZipFile(file, "w") as archive:
+                archive.writestr(inside, text)
+        whole = (self.root / "share/same.zip").read_bytes()
+        self.put("share/broken.whl", b"PK\5\6" + bytes(16) + b"\xff\xff")
+        self.put("share/damaged.zip", whole.replace(b"set up", b"sat up"))
+        (self.root / "share/link.whl").symlink_to("pack.egg")
+        archives = ["lib/core/bundled/pip.whl", "share/pack.egg", "share/same.zip"]
+        self.assertEqual(self.hidden(), archives)
+
     def test_what_cannot_be_read_is_no_copy(self):
         (self.root / "setup.py").symlink_to("nowhere")
         self.assertEqual(self.hidden(), [])
