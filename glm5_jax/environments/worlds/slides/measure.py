@@ -15,6 +15,9 @@ from glm5_jax.environments.worlds.slides import markup
 WIDTH, HEIGHT = 1280, 720
 Box = Sequence[float | int]  # left, top, right, bottom
 SECONDS = 10.0  # for a page; the slowest of the labelled ones takes a tenth
+# Checks compare all pairs of boxes, and look at the pixels of each.
+MOST_BOXES = 1000  # of words and pictures; a slide full of small words has as many
+MOST_AREA = 4  # slides, of all boxes together
 # Only the glyphs: `color` would also take what is painted with currentColor.
 _HIDE = """() => {
   for (const e of document.querySelectorAll('*')) {
@@ -71,7 +74,27 @@ async def measure(
         layout, seen, bare = await renderer.run(site, _take, SECONDS)
     except browser.SlowPageError as error:
         return Facts((str(error),), {}, blank, blank)
+    if problems := _excess(layout):
+        return Facts(problems, {}, blank, blank)
     return Facts((), layout, _pixels(seen), _pixels(bare))
+
+
+def _excess(layout: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns what of a page would take too long to judge; () if nothing."""
+    boxes = [box for word in layout["words"] for box in word["rects"]]
+    boxes += [image["box"] for image in layout["images"]]
+    if len(boxes) > MOST_BOXES:
+        return (f"the page has more than {MOST_BOXES} boxes of words and pictures",)
+    seen = (
+        (min(right, WIDTH) - max(left, 0)) * (min(bottom, HEIGHT) - max(top, 0))
+        for left, top, right, bottom in boxes
+        if right > 0 and left < WIDTH and bottom > 0 and top < HEIGHT
+    )
+    if sum(seen) > MOST_AREA * WIDTH * HEIGHT:
+        return (
+            f"words and pictures have more than {MOST_AREA} times the slide's area",
+        )
+    return ()
 
 
 async def _take(page: Any) -> tuple[Mapping[str, Any], bytes, bytes]:

@@ -1,10 +1,13 @@
 """The judge of slides: sound pages pass, and every hack lowers the reward."""
 
 import asyncio
+import io
 import unittest
+from unittest import mock
 
 import numpy as np
 from absl.testing import absltest, parameterized
+from PIL import Image
 
 from glm5_jax.environments import browser
 from glm5_jax.environments.worlds.slides import (
@@ -205,6 +208,36 @@ class JudgeTest(parameterized.TestCase):
         found = self.judge(SOUND.replace("Costs fell", long))
         self.assertEqual((found.score, found.failed), (0.0, ("markup",)))
         self.assertIn("longer than 40000", found.problems[0])
+
+    def test_a_word_in_a_thousand_pieces_earns_nothing(self):
+        """Every letter has a box of its own, and each pair of boxes is compared."""
+        word = "<i style='display: block; width: 1px; word-break: break-all'>"
+        found = self.judge(SOUND.replace("Costs fell", f"{word}{'x' * 1500}</i>"))
+        self.assertEqual((found.score, found.failed), (0.0, ("markup",)))
+        self.assertIn("more than 1000 boxes", found.problems[0])
+
+
+class BoundsTest(parameterized.TestCase):
+    """What a browser says of a page, without one."""
+
+    @parameterized.named_parameters(
+        ("many", 1001, (0, 0, 9, 9), "more than 1000 boxes"),
+        ("pieces", 1000, (0, 0, 9, 9), ""),
+        ("large", 5, (-1e6, -1e6, 1e6, 1e6), "more than 4 times the slide"),
+        ("outside", 5, (2000, 0, 9000, 9000), ""),
+        ("whole", 4, (-1e6, -1e6, 1e6, 1e6), ""),
+    )
+    def test_what_would_take_long_is_a_problem(self, count, box, problem):
+        picture = io.BytesIO()
+        Image.new("RGB", (1280, 720)).save(picture, "PNG")
+        words = [{"rects": [box] * (count - 1)}]
+        layout = {"words": words, "images": [{"box": box}]}
+        found = layout, picture.getvalue(), picture.getvalue()
+        renderer = mock.Mock(run=mock.AsyncMock(return_value=found))
+        facts = asyncio.run(measure_lib.measure(renderer, SOUND, IMAGES))
+        self.assertIn(problem, "".join(facts.problems))
+        self.assertEqual(bool(facts.problems), bool(problem))
+        self.assertEqual(bool(facts.layout), not problem)
 
 
 class RulesTest(absltest.TestCase):
