@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+import glm5_jax
 from glm5_jax.environments import proofs, protocol
 
 
@@ -19,17 +20,23 @@ class Ledger:
     """The proofs of a file, a JSON line each; a new one is appended as it is done."""
 
     def __init__(
-        self, path: pathlib.Path | None, num_repeats: int, through: str = ""
+        self,
+        path: pathlib.Path | None,
+        taskset: protocol.Taskset,
+        num_repeats: int,
+        through: str = "",
     ) -> None:
         """Reads what an earlier run has proven.
 
         Args:
             path: of the file, which need not exist; None keeps nothing.
+            taskset: of the tasks. Proofs of tasks whose text, attempts or scoring were
+                others, or by another version of this package, do not count.
             num_repeats: episodes of each solution.
             through: the service that plays them. Proofs with another one or another
-                number, and of tasks that are told otherwise now, do not count.
+                number do not count either.
         """
-        self._path, self._how = path, (num_repeats, through)
+        self._path, self._taskset, self._how = path, taskset, (num_repeats, through)
         entries = _entries(path) if path else []
         if path and path.is_file():  # without a line that was cut off
             text = "".join(f"{json.dumps(entry)}\n" for entry in entries)
@@ -55,7 +62,14 @@ class Ledger:
             file.write(json.dumps(entry) + "\n")
 
     def _key(self, task: protocol.Task) -> str:
-        told = json.dumps([task.id, task.messages, *self._how], sort_keys=True)
+        attempts = proofs.attempts_of(self._taskset, task)
+        about = {
+            "told": [task.id, task.messages],
+            "how": [*self._how, glm5_jax.__version__],
+            "attempts": attempts and dataclasses.asdict(attempts),
+            "scored_by": proofs.scored_by(self._taskset, task),
+        }
+        told = json.dumps(about, sort_keys=True)
         return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 

@@ -10,7 +10,9 @@ the task, and others that must not. `prove` plays them through the ordinary envi
     nothing of solution and scorer can be read while an episode runs, if the taskset
     can look for it: `async leaks(environment, task)` names what it found
 
-Proofs are counted by their source, if the taskset has `source_of(task)`.
+Proofs are counted by their source, if the taskset has `source_of(task)`. They are kept
+until something about the task changes: its text, its attempts, or, if the taskset has
+it, what `scored_by(task)` says of hidden tests and of the programs that run them.
 """
 
 import asyncio
@@ -111,6 +113,12 @@ async def prove(
 def source_of(taskset: protocol.Taskset, task: protocol.Task) -> str:
     """Returns where a task comes from, "" if its taskset does not say."""
     told = getattr(taskset, "source_of", None)
+    return told(task) if told else ""
+
+
+def scored_by(taskset: protocol.Taskset, task: protocol.Task) -> str:
+    """Returns what decides about a task besides its attempts, "" if nobody says."""
+    told = getattr(taskset, "scored_by", None)
     return told(task) if told else ""
 
 

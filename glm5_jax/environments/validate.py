@@ -64,7 +64,7 @@ def validate(name: str, settings: Settings, out: pathlib.Path | None) -> dict[st
     own = getattr(taskset, "proofs", None)
     if out is None and own is not None and os.access(own.parent, os.W_OK):
         out = own
-    kept = ledger.Ledger(out, settings.num_repeats, settings.through)
+    kept = ledger.Ledger(out, taskset, settings.num_repeats, settings.through)
     found = asyncio.run(_prove_all(taskset, settings, kept))
     for proof in [proof for proof in found if proof.failures][:_SHOWN]:
         sys.stderr.write(f"{proof.task}: {'; '.join(proof.failures)}\n")

@@ -120,9 +120,9 @@ class Counted(Taskset):
             task, id=f"{split}/{index}", answer="ja" if index == 1 else RIGHT
         )
 
-    def attempts(self, task):
-        type(self).played += 1
-        return super().attempts(task)
+    async def leaks(self, environment, task):
+        type(self).played += 1  # once a proof
+        return ()
 
     def source_of(self, task):
         return f"{task.id.partition('/')[0]} tasks"

@@ -105,6 +105,12 @@ class Harbor(listed.Listed[reading.Task]):
         right = _script(read.solution, read.settings.solution_env)
         return proofs.Attempts(_turns(right), tuple(map(_turns, wrong)))
 
+    def scored_by(self, task: protocol.Task) -> str:
+        """Returns the tests of a task, its settings and its build."""
+        read = self.by_id[task.answer]
+        build = read.build.steps, read.build.env, read.build.modules
+        return repr((read.tests, read.settings, read.workdir, build))
+
     async def leaks(self, environment: "Episode", task: protocol.Task) -> list[str]:
         """Looks for the files of solution and tests among those of the box."""
         read = self.by_id[task.answer]

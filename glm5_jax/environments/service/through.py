@@ -66,6 +66,10 @@ class Through:
         """Returns what the taskset here says of its source."""
         return proofs.source_of(self._own, task)
 
+    def scored_by(self, task: protocol.Task) -> str:
+        """Returns what the taskset here says of its scoring."""
+        return proofs.scored_by(self._own, task)
+
 
 class _Episode:
     """An episode of a task that is here and there."""

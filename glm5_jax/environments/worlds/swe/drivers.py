@@ -7,6 +7,7 @@ once and run together, as if they were one file.
 """
 
 import functools
+import hashlib
 import pathlib
 import re
 import shlex
@@ -138,6 +139,16 @@ def files(recipe: records.Recipe, token: str) -> Mapping[str, bytes]:
         path = pathlib.Path(__file__).parent / "runner" / name
         found[name] = path.read_bytes()
     return {f"{_HOME.removeprefix('/work/')}/{k}": v for k, v in found.items()}
+
+
+@functools.cache
+def edition() -> str:
+    """Returns a digest of the programs that run tests and read their logs."""
+    here = pathlib.Path(__file__).parent
+    names = ("drivers.py", "guarded_run.py", "parsers.py", "runners.py", "trials.py")
+    paths = [*(here / name for name in names), *sorted((here / "runner").iterdir())]
+    texts = b"".join(path.read_bytes() for path in paths if path.is_file())
+    return hashlib.sha256(texts).hexdigest()
 
 
 def _driver(recipe: records.Recipe) -> str:

@@ -68,6 +68,10 @@ class Swe(listed.Listed[records.Record]):
         wrong = attempts.wrong(self.folder, record)
         return proofs.Attempts(attempts.right(self.folder, record), wrong)
 
+    def scored_by(self, task: protocol.Task) -> str:
+        """Returns what decides about a task."""
+        return scored_by(self.folder, self.by_id[task.answer])
+
     async def leaks(
         self, environment: protocol.Environment, task: protocol.Task
     ) -> Sequence[str]:
@@ -131,6 +135,12 @@ class Environment:
         reward, problem = await score(self._world.folder, record, files)
         info = {"problem": problem} if problem else {}
         return protocol.StepResult((), reward, not is_cut, is_cut, info)
+
+
+def scored_by(folder: records.Folder, record: records.Record) -> str:
+    """Returns what decides about a task: its record, all files, runner's edition."""
+    files = {**folder.agent_tree(record), **folder.hidden_tree(record)}
+    return repr((record, sorted(files.items()), drivers.edition()))
 
 
 async def score(

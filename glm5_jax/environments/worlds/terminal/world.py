@@ -90,6 +90,10 @@ class Terminal:
             _turns(made.solution), tuple(_turns(text) for text in made.wrong)
         )
 
+    def scored_by(self, task: protocol.Task) -> str:
+        """Returns the draft of a task, with its checks."""
+        return repr(draft(*task.answer))
+
     def export(self, task: protocol.Task, folder: pathlib.Path) -> None:
         """Writes a task in Harbor's format."""
         family, number = task.answer

@@ -84,6 +84,11 @@ class SweChain(listed.Listed[stored.Chain]):
             (*partial, (late, (len(links) - 1) / len(links))),
         )
 
+    def scored_by(self, task: protocol.Task) -> str:
+        """Returns what decides about each link."""
+        links = self.by_id[task.answer].links
+        return "".join(world.scored_by(self.folder, link) for link in links)
+
     async def leaks(
         self, environment: protocol.Environment, task: protocol.Task
     ) -> Sequence[str]:
