@@ -1,7 +1,6 @@
-"""Ruby, PHP, Java and Go: recipes of small packages, and runs where they are installed.
+"""Languages and runners: recipes of small packages, and runs where they are installed.
 
-Each package has a function that adds, which is right, and one that takes away, which is
-broken; so one run shows both outcomes.
+Tests with unittest, which packages.py has, run in other files.
 """
 
 import asyncio
@@ -14,6 +13,7 @@ from absl.testing import absltest, parameterized
 from glm5_jax import config
 from glm5_jax.environments import proofs
 from glm5_jax.environments.worlds.swe import (
+    attempts,
     diffs,
     drivers,
     mine,
@@ -25,194 +25,9 @@ from glm5_jax.environments.worlds.swe import (
     world,
 )
 from tests.environments.worlds.swe import packages
+from tests.environments.worlds.swe.samples import JAVA, JAVA_TEST, SAMPLES
 
-RUBY = """module Sums
-  def self.add(a, b)
-    a + b
-  end
-
-  def self.take(a, b)
-    a + b
-  end
-end
-"""
-RUBY_TEST = """require 'minitest/autorun'
-require 'sums'
-
-class SumsTest < Minitest::Test
-  def test_add
-    assert_equal 3, Sums.add(1, 2)
-  end
-
-  def test_take
-    assert_equal 3, Sums.take(5, 2)
-  end
-
-  def test_none
-    assert_equal 0, Sums.add(0, 0)
-  end
-end
-"""
-PHP = """<?php
-namespace Own\\Sums;
-
-class Sums
-{
-    public static function add($a, $b)
-    {
-        return $a + $b;
-    }
-
-    public static function take($a, $b)
-    {
-        return $a + $b;
-    }
-}
-"""
-PHP_TEST = """<?php
-namespace Own\\Sums\\Tests;
-
-use Own\\Sums\\Sums;
-
-class SumsTest extends Base
-{
-    public function testAdd()
-    {
-        $this->assertSame(3, Sums::add(1, 2));
-    }
-
-    public function testTake()
-    {
-        $this->assertSame(3, Sums::take(5, 2));
-    }
-
-    public function testNone()
-    {
-        $this->assertSame(0, Sums::add(0, 0));
-    }
-}
-"""
-PHP_BASE = """<?php
-namespace Own\\Sums\\Tests;
-
-abstract class Base extends \\PHPUnit\\Framework\\TestCase
-{
-}
-"""
-JAVA = """package own.cli;
-
-public class Sums {
-    public static int add(int a, int b) {
-        return a + b;
-    }
-
-    public static int take(int a, int b) {
-        return a + b;
-    }
-}
-"""
-JAVA_TEST = """package own.cli;
-
-import static org.junit.Assert.assertEquals;
-import org.junit.Test;
-
-public class SumsTest {
-    @Test public void add() {
-        assertEquals(3, Sums.add(1, 2));
-    }
-
-    @Test public void take() {
-        assertEquals(3, Sums.take(5, 2));
-    }
-
-    @Test public void none() {
-        assertEquals(0, Sums.add(0, 0));
-    }
-}
-"""
-GO = """package sums
-
-func Add(a, b int) int {
-\treturn a + b
-}
-
-func Take(a, b int) int {
-\treturn a + b
-}
-"""
-GO_TEST = """package sums
-
-import "testing"
-
-func TestAdd(t *testing.T) {
-\tif Add(1, 2) != 3 {
-\t\tt.Error("1 + 2")
-\t}
-}
-
-func TestTake(t *testing.T) {
-\tif got := Take(5, 2); got != 3 {
-\t\tt.Errorf("5 - 2 = %d", got)
-\t}
-}
-
-func TestNone(t *testing.T) {
-\tif Add(0, 0) != 0 {
-\t\tt.Error("0 + 0")
-\t}
-}
-"""
-COMPOSER = '{"autoload": {"psr-4": {"Own\\\\Sums\\\\": "code/"}}}'
-
-
-@dataclasses.dataclass(frozen=True)
-class Sample:
-    """A package, where it is broken, its tests' names, and what its failure shows."""
-
-    files: dict[str, str]
-    broken: str
-    tests: tuple[str, str, str]  # the second one fails
-    shown: tuple[str, ...]
-
-
-SAMPLES = {
-    "ruby": Sample(
-        {"lib/sums.rb": RUBY, "test/sums_test.rb": RUBY_TEST},
-        "lib/sums.rb",
-        tuple(f"test/sums_test.rb::SumsTest#test_{x}" for x in ("add", "take", "none")),
-        (">>> assert_equal 3, Sums.take(5, 2)\nExpected: 3\n  Actual: 7",),
-    ),
-    "php": Sample(
-        {
-            "composer.json": COMPOSER,
-            "code/Sums.php": PHP,
-            "tests/Base.php": PHP_BASE,
-            "tests/SumsTest.php": PHP_TEST,
-        },
-        "code/Sums.php",
-        tuple(
-            f"tests/SumsTest.php::Sums (Own\\Sums\\Tests\\Sums): {x}"
-            for x in ("Add", "Take", "None")
-        ),
-        ("7 is identical to 3", ">>> $this->assertSame(3, Sums::take(5, 2));"),
-    ),
-    "java": Sample(
-        {
-            "src/main/java/own/cli/Sums.java": JAVA,
-            "src/test/java/own/cli/SumsTest.java": JAVA_TEST,
-        },
-        "src/main/java/own/cli/Sums.java",
-        tuple(f"tests::{x}(own.cli.SumsTest)" for x in ("add", "take", "none")),
-        ("expected:<3> but was:<7>", ">>> assertEquals(3, Sums.take(5, 2));"),
-    ),
-    "go": Sample(
-        {"go.mod": "module own.org/sums\n", "sums.go": GO, "sums_test.go": GO_TEST},
-        "sums.go",
-        tuple(f"tests::Test{x}" for x in ("Add", "Take", "None")),
-        ("5 - 2 = 7",),
-    ),
-}
-CASES = [(language, language) for language in SAMPLES]
+CASES = [(name, name) for name in SAMPLES]
 
 
 def recipe_of(language):
@@ -235,7 +50,7 @@ class RecipesTest(parameterized.TestCase):
     @parameterized.named_parameters(*CASES)
     def test_tests_and_sources_are_told_apart(self, language):
         found, files = recipe_of(language), files_of(language)
-        self.assertEqual(found.language, language)
+        self.assertEqual(found.language, SAMPLES[language].language)
         tests = {path for path in files if "est" in path}
         self.assertEqual(set(recipes.hidden(files, found)), tests)
         self.assertEqual(recipes.sources(files, found), [SAMPLES[language].broken])
@@ -248,6 +63,9 @@ class RecipesTest(parameterized.TestCase):
         ("go", "go.mod"),
         ("go", "vendor/testing/testing.go"),
         ("go", "more_test.go"),
+        ("c", "sums.o"),
+        ("c++", "libsums.a"),
+        ("pytest", "conftest.py"),
     )
     def test_files_that_steer_a_run_are_guarded(self, language, path):
         self.assertTrue(recipes.is_guarded(path, recipe_of(language)))
@@ -292,10 +110,11 @@ def lacking(language):
 
 
 class RunsTest(parameterized.TestCase):
-    def run_of(self, language, files):
+    def run_of(self, language, files, recipe=None):
         if reason := lacking(language):
             self.skipTest(reason)
-        return asyncio.run(trials.run(files, recipe_of(language), 120.0))
+        recipe = recipe or recipe_of(language)
+        return asyncio.run(trials.run(files, recipe, 120.0))
 
     @parameterized.named_parameters(*CASES)
     def test_outcomes_and_what_an_issue_shows(self, language):
@@ -309,12 +128,59 @@ class RunsTest(parameterized.TestCase):
         )
         self.assertGreater(trial.cpu_seconds, 0.0)
         patch = diffs.make(files, solved(language))
-        told = (language, trial.log, "", patch, sample.tests, files)
+        told = (sample.language, trial.log, "", patch, sample.tests, files)
         statement = statements.write("sums", *told)
         for text in sample.shown:
             self.assertIn(text, statement)
         self.assertNotIn("(a + b)", statement)
         self.assertNotIn("Take]", statement)
+
+    def test_outcomes_of_pytest_and_a_runner_that_is_changed(self):
+        """Every way in which a test of pytest ends, and a package that patches it."""
+        tests = """import pytest, sums
+
+@pytest.fixture
+def broken():
+    raise OSError
+
+@pytest.mark.parametrize("x", [1, "two words"])
+def test_each(x): assert x
+def test_setup(broken): pass
+@pytest.mark.skip
+def test_skipped(): pass
+@pytest.mark.xfail
+def test_hopeless(): assert 0
+@pytest.mark.xfail(strict=True)
+def test_hopeful(): pass
+class TestGroup:
+    def test_inside(self): assert sums.take(5, 2) == 7
+"""
+        name = "tests/test_more.py::test_"
+        wanted = {
+            f"{name}each[1]": "passed",
+            f"{name}each[two words]": "passed",
+            f"{name}setup": "failed",
+            f"{name}skipped": "skipped",
+            f"{name}hopeless": "skipped",
+            f"{name}hopeful": "failed",
+            "tests/test_more.py::TestGroup::test_inside": "passed",
+            "tests/test_syntax.py": "failed",
+        }
+        files = {
+            **files_of("pytest"),
+            "tests/test_more.py": tests.encode(),
+            "tests/test_syntax.py": b"def test(:",
+        }
+        recipe = dataclasses.replace(
+            recipe_of("pytest"), files=("tests/test_more.py", "tests/test_syntax.py")
+        )
+        trial = self.run_of("pytest", files, recipe)
+        self.assertEqual((trial.problem, trial.outcomes), ("", wanted), trial.log)
+        (patch,) = [x for x in attempts._CODE["python"] if "_pytest" in x]
+        files["sums.py"] += patch.encode()
+        trial = self.run_of("pytest", files, recipe)
+        self.assertStartsWith(trial.problem, "the test runner was changed: ")
+        self.assertEmpty(trial.passed())
 
 
 class ProofTest(parameterized.TestCase):
@@ -342,13 +208,15 @@ class ProofTest(parameterized.TestCase):
         self.assertIn(SAMPLES[language].tests[1], record.FAIL_TO_PASS)
         self.assertIn(SAMPLES[language].tests[0], record.PASS_TO_PASS)
         self.assertEmpty(proof.failures)
-        self.assertGreater(proof.num_episodes, 4)
+        self.assertGreaterEqual(proof.num_episodes, 4)
 
     @parameterized.named_parameters(("ruby", "ruby"), ("php", "php"))
     def test_a_task_is_proven(self, language):
         self.prove(language)
 
-    @parameterized.named_parameters(("java", "java"), ("go", "go"))
+    @parameterized.named_parameters(
+        *[(name, name) for name in ("java", "go", "c", "c++", "pytest")]
+    )
     @pytest.mark.slow
     def test_a_compiled_task_is_proven(self, language):
         self.prove(language)
