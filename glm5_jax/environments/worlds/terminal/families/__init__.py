@@ -4,6 +4,7 @@ from glm5_jax.environments.worlds.terminal.draft import Family
 from glm5_jax.environments.worlds.terminal.families import (
     archives,
     configuration,
+    packaging,
     queries,
     repositories,
     scripts,
@@ -18,6 +19,7 @@ ALL = {
     "checksum": Family(archives.checksum),
     "column_sums": Family(text.column_sums),
     "cron_line": Family(configuration.cron_line),
+    "deb_package": Family(packaging.deb_package, ("dpkg-deb",)),
     "encoded_message": Family(archives.encoded_message),
     "git_bisect": Family(repositories.git_bisect, ("git",)),
     "git_merge": Family(repositories.git_merge, ("git",)),
