@@ -2,18 +2,22 @@
 
     python benchmarks/frontend_judge.py [--numbers=3] [--error_rate=0.06]
         [--base_url=URL --model=NAME] [--out=FOLDER]
+    python benchmarks/frontend_judge.py --verify=FOLDER
 
 Submissions are the reference of every brief and its flawed versions. The judge is a
 script that errs at the given rate or, with --base_url, a model behind an
 OpenAI-compatible endpoint. Prints one JSON object: build success, checklist and
 instance rates, agreement and Spearman's rank correlation, labels that the oracle
 confirms, and, where --out names a folder, what a verification of its traces finds.
+--verify plays the traces of such a folder again, without a model; it ends with 1 if
+something is different.
 """
 
 import argparse
 import asyncio
 import json
 import pathlib
+import sys
 import time
 
 from glm5_jax.environments import browser, endpoint
@@ -40,11 +44,33 @@ def main() -> None:
     parser.add_argument("--model", default="")
     parser.add_argument("--sees", action="store_true", help="gives it screenshots")
     parser.add_argument("--out", type=pathlib.Path)
-    print(json.dumps(asyncio.run(_run(parser.parse_args())), indent=2))
-
-
-async def _run(arguments: argparse.Namespace) -> dict:
+    parser.add_argument("--verify", type=pathlib.Path, help="folder of stored traces")
+    arguments = parser.parse_args()
     renderer = browser.Browser()
+    try:
+        if arguments.verify:
+            figures = asyncio.run(verify(renderer, arguments.verify))
+        else:
+            figures = asyncio.run(_run(renderer, arguments))
+    finally:
+        renderer.close()
+    print(json.dumps(figures, indent=2))
+    if arguments.verify and figures["verification_differs_in"]:
+        sys.exit(1)
+
+
+async def verify(renderer: browser.Browser, folder: pathlib.Path) -> dict:
+    """Plays stored traces again, and returns what is different."""
+    began, wrong, count = time.perf_counter(), [], 0
+    for trace in traces.read(folder):
+        wrong += await traces.verify(renderer, trace)
+        count += 1
+    seconds = round(time.perf_counter() - began)
+    told = {"verified": count, "verification_differs_in": wrong}
+    return {**told, "verification_seconds": seconds}
+
+
+async def _run(renderer: browser.Browser, arguments: argparse.Namespace) -> dict:
     gate = asyncio.Semaphore(_AT_ONCE)
     began = time.perf_counter()
     names = arguments.families.split(",")
@@ -65,13 +91,7 @@ async def _run(arguments: argparse.Namespace) -> dict:
     }
     if arguments.out:
         traces.write(arguments.out, found)
-        began = time.perf_counter()
-        wrong = []
-        for trace in traces.read(arguments.out):
-            wrong += await traces.verify(renderer, trace)
-        figures["verification_differs_in"] = wrong
-        figures["verification_seconds"] = round(time.perf_counter() - began)
-    renderer.close()
+        figures |= await verify(renderer, arguments.out)
     return figures
 
 

@@ -1,55 +1,31 @@
 """A model behind an endpoint: what is sent, and what is made of the answer."""
 
 import asyncio
-import http.server
 import json
-import threading
 
 from absl.testing import absltest
 
 from glm5_jax import config
 from glm5_jax.environments import endpoint, tool_calls
 from glm5_jax.environments.worlds.frontend import judge
+from tests.environments import chat_server
 
 CALL = {"id": "1", "type": "function", "function": {"name": "open", "arguments": "{}"}}
 
 
 class EndpointTest(absltest.TestCase):
     def test_a_completion_becomes_a_turn(self):
-        got = []
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_POST(self):
-                size = int(self.headers["Content-Length"])
-                got.append((self.path, json.loads(self.rfile.read(size))))
-                message = {"role": "assistant", "content": None, "tool_calls": [CALL]}
-                body = json.dumps({"choices": [{"message": message}]}).encode()
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *words):
-                pass
-
-        server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        ask = endpoint.ask(f"http://127.0.0.1:{server.server_port}/v1", "m")
+        said = {"role": "assistant", "content": None, "tool_calls": [CALL]}
         history = [
             {"role": "user", "content": "a"},
             tool_calls.turn("click", selector="#a"),
         ]
-        try:
-            turn = asyncio.run(ask(history, judge.TOOLS))
-        finally:
-            server.shutdown()
-            thread.join()
-            server.server_close()
+        with chat_server.Server(lambda messages, number: said) as server:
+            turn = asyncio.run(endpoint.ask(server.url, "m")(history, judge.TOOLS))
         self.assertEqual(
             turn, {"role": "assistant", "content": "", "tool_calls": [CALL]}
         )
-        ((path, body),) = got
+        ((path, body, _),) = server.asked
         self.assertEqual((path, body["model"]), ("/v1/chat/completions", "m"))
         self.assertLen(body["tools"], len(judge.TOOLS))
         sent = body["messages"][1]["tool_calls"][0]["function"]

@@ -5,11 +5,9 @@ a model alone.
 """
 
 import contextlib
-import http.server
 import json
 import pathlib
 import tempfile
-import threading
 import unittest
 
 from absl.testing import parameterized
@@ -19,6 +17,7 @@ from glm5_jax.environments import endpoint
 from glm5_jax.environments.sandbox import bubblewrap
 from glm5_jax.environments.worlds.terminal.author import answers, run, steps
 from tests import environment, forked
+from tests.environments.chat_server import Server
 
 MISSING = bubblewrap.missing()
 GOOD = {
@@ -39,49 +38,6 @@ LENIENT = {
 
 def said(draft):
     return f"Here it is.\n```json\n{json.dumps(draft, indent=1)}\n```\nDone."
-
-
-class Server:
-    """Chat completions with scripted answers; keeps what was asked."""
-
-    def __init__(self, script):
-        self.asked = []
-        outer = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_POST(self):
-                size = int(self.headers["Content-Length"])
-                asked = json.loads(self.rfile.read(size))
-                outer.asked.append((self.path, asked, dict(self.headers)))
-                said = script(asked["messages"], len(outer.asked))
-                code, body = (
-                    said if isinstance(said, tuple) else (200, completion(said))
-                )
-                self.send_response(code)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *words):
-                pass
-
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
-
-    def __enter__(self):
-        self._thread = threading.Thread(target=self._server.serve_forever)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error):
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-
-def completion(text):
-    message = {"role": "assistant", "content": text}
-    return json.dumps({"choices": [{"message": message}]}).encode()
 
 
 def by_topic(scripts):

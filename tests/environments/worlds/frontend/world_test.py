@@ -1,17 +1,22 @@
 """Front-end tasks: the oracle confirms the labels, and judges are compared with it."""
 
 import asyncio
+import base64
 import dataclasses
+import io
+import json
 import pathlib
 import random
+import sys
 import unittest
 from unittest import mock
 
 import pytest
 from absl.testing import absltest, parameterized
+from PIL import Image
 
 from glm5_jax import config, environments
-from glm5_jax.environments import browser, proofs, tool_calls
+from glm5_jax.environments import browser, endpoint, proofs, tool_calls
 from glm5_jax.environments.worlds.frontend import (
     families,
     judge,
@@ -20,7 +25,11 @@ from glm5_jax.environments.worlds.frontend import (
     scripted,
     traces,
 )
-from tests.environments import episodes
+from tests.environments import chat_server, episodes
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[4] / "benchmarks"))
+
+import frontend_judge
 
 MISSING = browser.missing()
 COUNTER = families.ALL["counter"]
@@ -200,6 +209,73 @@ class BrowserTest(parameterized.TestCase):
             asyncio.run(traces.verify(self.browser, changed)),
             ["truth of reset", "verdict on start"],
         )
+
+    def test_a_model_behind_an_endpoint_sees_screenshots(self):
+        """A server relays the script, which looks once more than it needs to."""
+        self.use_small_counter()
+        made = traces.draft("counter", 0)
+        html = made.submissions()["reset"]
+        truth = {"start": True, "reset": False}
+
+        def script(messages, number):
+            asked = messages[1]["content"]
+            item = next(x for x in made.items if asked.endswith(x.statement))
+            told = [m for m in messages if m["role"] == "tool"]
+            plain = [m for m in told if not m["content"].startswith("screenshot ")]
+            if item.name == "start" and len(told) == len(plain) == 1:
+                turn = tool_calls.turn("screenshot")
+                turn["tool_calls"][0]["id"] = "call_of_the_screenshot"
+            else:
+                turn = asyncio.run(scripted.ask(item, 0.0, "a")(plain, ()))
+            for call in turn["tool_calls"]:  # as endpoints have it
+                call["function"]["arguments"] = json.dumps(
+                    call["function"]["arguments"]
+                )
+            return turn
+
+        async def judge_all(ask):
+            hands = judge.Hands(self.browser, {"index.html": html.encode()})
+            try:
+                return [
+                    await judge.judge(hands, made, x, ask, sees=True)
+                    for x in made.items
+                ]
+            finally:
+                await hands.close()
+
+        with chat_server.Server(script) as server:
+            found = asyncio.run(judge_all(endpoint.ask(server.url, "judge")))
+        self.assertEqual({one.item: one.verdict for one in found}, truth)
+        sent = [
+            part["image_url"]["url"]
+            for _, body, _ in server.asked
+            for message in body["messages"]
+            if isinstance(message["content"], list)
+            for part in message["content"]
+        ]
+        self.assertNotEmpty(sent)  # once in each request of the item that follows
+        self.assertLen({*sent}, 1)
+        start = next(one for one in found if one.item == "start")
+        ((digest, png),) = start.pictures.items()
+        head, _, coded = sent[0].partition(",")
+        self.assertEqual(head, "data:image/png;base64")
+        self.assertEqual(base64.b64decode(coded), png)
+        self.assertEqual(Image.open(io.BytesIO(png)).size, (1280, 720))
+        (other,) = (one for one in found if one.item != "start")
+        self.assertEmpty(other.pictures)
+        # What is stored has the picture beside it, and is verified without a server.
+        trace = traces.Trace(
+            "counter", 0, "reset", {"index.html": html}, True, truth, tuple(found)
+        )
+        folder = pathlib.Path(self.create_tempdir().full_path)
+        traces.write(folder, [trace])
+        self.assertEqual((folder / "pictures" / f"{digest}.png").read_bytes(), png)
+        stored = (folder / "traces.jsonl").read_text()
+        self.assertIn(f"sha256:{digest}", stored)
+        self.assertNotIn("base64", stored)
+        figures = asyncio.run(frontend_judge.verify(self.browser, folder))
+        figures.pop("verification_seconds")
+        self.assertEqual(figures, {"verified": 1, "verification_differs_in": []})
 
     def test_wrong_names_are_refused(self):
         with self.assertRaisesRegex(config.InputError, "no family 'chess'.*counter"):
