@@ -2,7 +2,9 @@
 
 keep_best     whole decks: the best of a brief, if it is good enough
 best_pages    the best page of each number, from several decks of one brief
+joined        a deck of these pages
 masked        a deck's conversation in which turns with flawed pages are not trained
+choose        all of it: one conversation of each brief
 """
 
 import dataclasses
@@ -63,6 +65,51 @@ def best_pages(decks: Sequence[Deck], least: float) -> dict[int, str]:
             if score >= least and score > best.get(number, (-1.0, ""))[0]:
                 best[number] = (score, html)
     return {number: html for number, (_, html) in sorted(best.items())}
+
+
+def joined(decks: Sequence[Deck], least: float) -> Deck | None:
+    """Returns a deck of the best pages of several; None if no deck has one of them.
+
+    Args:
+        decks: of one brief.
+        least: score that a page must have.
+    """
+    found, first = best_pages(decks, least), decks[0]
+    if set(found) != set(first.scores):
+        return None
+    history = [m for m in first.history if m["role"] in ("system", "user")][:1]
+    for number, html in found.items():
+        turn = tool_calls.turn("write", page=number, html=html)
+        told = tool_calls.result(turn["tool_calls"][0], world.WROTE.format(number))
+        history += [turn, told]
+    history.append(tool_calls.turn(tool_calls.SUBMIT))
+    scores = {n: max(deck.scores[n] for deck in decks) for n in first.scores}
+    return Deck(first.task, history, scores)
+
+
+def choose(
+    decks: Sequence[Deck], least: float
+) -> dict[str, tuple[str, list[messages.Message]]]:
+    """Returns a conversation of each brief to train on, and how it was made, by task.
+
+    It is the best deck ("whole"); if none has good pages alone, a deck of the good
+    pages of several ("joined"); if one is missing, the deck with the highest score
+    whose flawed pages are masked ("masked"). A brief without a good page has none.
+
+    Args:
+        decks: of several briefs.
+        least: score that a page must have.
+    """
+    found = {deck.task: ("whole", deck) for deck in keep_best(decks, least)}
+    for task in dict.fromkeys(deck.task for deck in decks):
+        group = [deck for deck in decks if deck.task == task]
+        good = [deck for deck in group if max(deck.scores.values()) >= least]
+        if task in found or not good:
+            continue
+        deck = joined(group, least)
+        best = max(good, key=lambda deck: deck.total)
+        found[task] = ("joined", deck) if deck else ("masked", best)
+    return {task: (how, masked(deck, least)) for task, (how, deck) in found.items()}
 
 
 def masked(deck: Deck, least: float) -> list[messages.Message]:

@@ -24,6 +24,7 @@ _HELD_OUT = 5  # one brief in so many
 _TURNS_A_PAGE = 6
 _NUM_HACKS = 3  # among the wrong attempts of a task
 _SHOWN_WORDS = 60  # that look() tells of
+WROTE = "wrote page {}"  # the result of a call
 SCHEMAS = (
     tool_calls.schema(
         "write",
@@ -145,7 +146,7 @@ class Episode:
                     f"a page has at most {markup.MOST_CHARACTERS} characters."
                 )
             self._written[number] = arguments["html"]
-            return f"wrote page {number}"
+            return WROTE.format(number)
         if number not in self._written:
             raise tool_calls.CallError(f"page {number} is not written yet.")
         html, images = self._written[number], self._brief.images

@@ -1,14 +1,23 @@
 """Episodes of the slides world, and the choice of what is trained on."""
 
 import asyncio
+import json
+import pathlib
+import sys
 import unittest
 
 from absl.testing import absltest, parameterized
 
 from glm5_jax import config, environments, messages
+from glm5_jax.data import tokenizer as tokenizer_lib
+from glm5_jax.data.rows import sft
 from glm5_jax.environments import browser, proofs, tool_calls
 from glm5_jax.environments.worlds.slides import checks, selection, world
 from tests.environments import episodes
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[4] / "benchmarks"))
+
+import slides_decks
 
 MISSING = browser.missing()
 SUBMIT = tool_calls.turn("submit")
@@ -134,6 +143,90 @@ class SelectionTest(parameterized.TestCase):
         self.assertEqual(masked, [1, 5])
         self.assertNotIn("is_masked", deck.history[1])
         messages.check(found, world.SCHEMAS)
+
+    def test_each_brief_has_its_best_conversation(self):
+        decks = [
+            self.deck(write(1, "a"), write(2, "b"), p1=0.9, p2=0.9, task="whole"),
+            self.deck(write(1, "c"), write(2, "d"), p1=1.0, p2=0.2, task="joined"),
+            self.deck(write(1, "e"), write(2, "f"), p1=0.3, p2=0.8, task="joined"),
+            self.deck(write(1, "g"), write(2, "h"), p1=0.9, p2=0.1, task="masked"),
+            self.deck(write(1, "i"), write(2, "j"), p1=0.8, p2=0.0, task="masked"),
+            self.deck(write(1, "k"), p1=0.1, p2=0.1, task="dropped"),
+        ]
+        found = selection.choose(decks, least=0.5)
+        self.assertEqual(
+            {task: how for task, (how, _) in found.items()},
+            {task: task for task in ("whole", "joined", "masked")},
+        )
+        told = {
+            task: [
+                (call["function"]["arguments"]["html"], turn.get("is_masked", False))
+                for turn in shown
+                for call in turn.get("tool_calls", ())
+                if call["function"]["name"] == "write"
+            ]
+            for task, (_, shown) in found.items()
+        }
+        wanted = {
+            "whole": [("a", False), ("b", False)],
+            "joined": [("c", False), ("f", False)],
+            "masked": [("g", False), ("h", True)],
+        }
+        self.assertEqual(told, wanted)
+        for _, shown in found.values():
+            messages.check(shown, world.SCHEMAS)
+            self.assertEqual(shown[0], {"role": "user", "content": "brief"})
+
+    def test_sft_gives_a_masked_turn_no_loss(self):
+        decks = [
+            self.deck(
+                write(1, f"GOOD{i}"), write(2, "FLAWED"), task=str(i), p1=1.0, p2=0
+            )
+            for i in range(24)  # some of which are held out
+        ]
+        chosen = selection.choose(decks, least=0.5).values()
+        folder = self.create_tempdir().full_path
+        lines = [{"messages": x, "tools": [*world.SCHEMAS]} for _, x in chosen]
+        path = pathlib.Path(folder) / "decks.jsonl"
+        path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        data = config.DataConfig(
+            source=str(path),
+            tokenizer="byte_chat",
+            sequence_length=3000,
+            batch_size=1,
+            cache_dir=folder,
+            held_out_percent=20,
+            enable_thinking=False,
+        )
+        batch = sft.make_pipeline(data, 0).train_batch(0)
+        targets, is_trained = batch["targets"][0], batch["loss_mask"][0] > 0
+        spell = tokenizer_lib.named("byte_chat").spell
+        self.assertIn("FLAWED", spell([*map(int, targets)]))
+        trained = spell([*map(int, targets[is_trained])])
+        self.assertIn("GOOD", trained)
+        self.assertNotIn("FLAWED", trained)
+
+
+@unittest.skipIf(MISSING, MISSING)
+class DecksTest(absltest.TestCase):
+    def test_decks_are_played_and_written(self):
+        """Two decks of one page, the second with a flaw."""
+        taskset = environments.make("slides:1")
+        self.addCleanup(taskset.close)
+        out = pathlib.Path(self.create_tempdir().full_path) / "decks.jsonl"
+        sound, flawed = (slides_decks.scripted(taskset, rate) for rate in (0.0, 1.0))
+
+        def author(task, number):
+            return (sound, flawed)[number](task, number)
+
+        work = slides_decks.select(taskset, author, 1, 2, 0.99, out)
+        figures = asyncio.run(work)
+        self.assertEqual(figures["decks_with_good_pages_alone"], 1)
+        self.assertEqual((figures["briefs_whole"], figures["turns_masked"]), (1, 0))
+        (line,) = map(json.loads, out.read_text().splitlines())
+        task = taskset.task("train", 0, 0)
+        turns = [m for m in line["messages"] if m["role"] == "assistant"]
+        self.assertEqual(turns, [*taskset.attempts(task).right])
 
 
 if __name__ == "__main__":
