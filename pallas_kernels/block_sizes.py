@@ -30,7 +30,7 @@ class Tpu:
     decode_groups: int = 128  # tiles of 8 cached rows fetched at a time
 
 
-# By the chip's name in `chips.CHIPS`. A v5e and a v6e have 128 MB of VMEM, the others 64.
+# By the name in `chips.CHIPS`. A v5e and a v6e have 128 MB of VMEM, the others 64.
 TPUS = {
     "v5e": Tpu(vmem_bytes=112 << 20),
     "v5p": Tpu(cores=chips.CHIPS["v5p"].cores),

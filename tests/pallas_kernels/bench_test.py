@@ -100,7 +100,7 @@ class BenchTest(parameterized.TestCase):
             "sparse_mla takes 4 numbers, as in 32,32,8,2, got '32,8,2'",
         ),
         (("--chip=h200",), "the device is cpu; add --aot"),
-        (("--blocks", "sparse_mla=32,8,2"), "--blocks needs a chip of v5p"),
+        (("--blocks", "sparse_mla=32,8,2"), "--blocks needs a chip of v5e"),
         (
             ("--aot", "--chip=h200", "--blocks", "sparse=32,8,2"),
             "got 'sparse'; did you mean sparse_mla",
