@@ -41,6 +41,7 @@ Read = Callable[..., dict]  # (engine, *args) -> parameters, placed
 class Member(engine_lib.Engine):
     """The engine of one of several processes."""
 
+    last_read: Any = None  # what the reader of weights keeps for the next ones
     _reading: tuple[int, futures.Future[dict]] | None = None
 
     def begin_to_read(self, number: int, read: Read, *args: Any) -> None:

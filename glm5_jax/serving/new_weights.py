@@ -1,8 +1,11 @@
 """Reads the weights that a server is to take, beside its running engine.
 
-A version of a weight store may come into sight late, as on NFS: it is waited for.
+A version of a weight store may come into sight late, as on NFS: it is waited for. The
+one that was read last stays in memory, so that of a difference to it nothing else is
+read.
 """
 
+import dataclasses
 import functools
 import pathlib
 import time
@@ -11,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 
 from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import leaves as leaves_lib
@@ -27,13 +31,22 @@ _VISIBLE_SECONDS = 90.0
 _POLL_SECONDS = 0.5
 
 
+@dataclasses.dataclass
+class Last:
+    """The version of a store that a process read last, if any."""
+
+    snapshot: reader.Snapshot | None = None
+
+
 class Own:
     """Weights that an engine of one process is to take."""
 
-    def __init__(self, engine: engine_lib.Engine, path: pathlib.Path) -> None:
-        """Begins to read in a thread."""
+    def __init__(
+        self, engine: engine_lib.Engine, path: pathlib.Path, last: Last
+    ) -> None:
+        """Begins to read in a thread; see `read`."""
         threads = futures.ThreadPoolExecutor(1, "new weights")
-        self._params = threads.submit(read, engine, path)
+        self._params = threads.submit(read, engine, path, last)
         threads.shutdown(wait=False)
 
     def wait(self) -> None:
@@ -56,20 +69,33 @@ class Own:
 Coming = Own | leader.Coming
 
 
-def begin(engine: engine_lib.Engine, path: pathlib.Path) -> Coming:
-    """Begins to read weights, in every process of the engine; in its thread."""
+def begin(engine: engine_lib.Engine, path: pathlib.Path, last: Last) -> Coming:
+    """Begins to read weights, in every process of the engine; in its thread.
+
+    Args:
+      engine: that is to take them.
+      path: see `read`.
+      last: of an engine of one process; each of several keeps its own.
+    """
     if isinstance(engine, leader.Leader):
-        return engine.read_everywhere(read, path)
-    return Own(engine, path)
+        return engine.read_everywhere(read_as_member, path)
+    return Own(engine, path, last)
 
 
-def read(engine: engine_lib.Engine, path: pathlib.Path) -> dict:
+def read_as_member(engine: leader.Member, path: pathlib.Path) -> dict:
+    """Calls `read` in one of several processes, whose engine keeps what was read."""
+    engine.last_read = engine.last_read or Last()
+    return read(engine, path, engine.last_read)
+
+
+def read(engine: engine_lib.Engine, path: pathlib.Path, last: Last) -> dict:
     """Returns parameters of the engine's shapes, placed as its own are.
 
     Args:
       engine: one that is running; nothing of it changes.
       path: of a run, a step, a Hugging Face folder, or a version of a weight store. Of
         an engine of several processes it is a version, of which each reads its windows.
+      last: what an earlier call read; the version of this one takes its place.
 
     Raises:
       InputError: the engine's weights are quantized, or the path cannot be used.
@@ -101,7 +127,10 @@ def read(engine: engine_lib.Engine, path: pathlib.Path) -> dict:
         return loading.load_params(path, config, abstract)
     try:
         store = reader.Reader(path.parent, Needs(abstract))
-        return reader.place(_seen(store, name, path.parent), abstract)
+        found = _seen(store, name, path.parent, last.snapshot)
+        placed = reader.place(found, abstract)
+        last.snapshot = found
+        return placed
     except manifest.StoreError as error:
         raise config_lib.InputError(f"{path.name} cannot be used: {error}") from error
 
@@ -137,7 +166,10 @@ def _blocks(leaf: Any) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def _seen(
-    store: reader.Reader, name: manifest.Name, root: pathlib.Path
+    store: reader.Reader,
+    name: manifest.Name,
+    root: pathlib.Path,
+    held: reader.Snapshot | None,
 ) -> reader.Snapshot:
     """Reads a version of the store in a folder, once it is in sight.
 
@@ -148,7 +180,13 @@ def _seen(
     deadline = time.monotonic() + _VISIBLE_SECONDS
     while True:
         try:
-            return store.read(name)
+            return store.read(name, held)
+        except manifest.StoreError as error:
+            if held is None:
+                raise
+            logging.warning("%s Reading it from the last whole version.", error)
+            held = None
+            continue
         except FileNotFoundError as error:
             if time.monotonic() > deadline:
                 raise config_lib.InputError(

@@ -55,6 +55,7 @@ class Updates:
         self._model = model
         self._has_started = self._is_reading = False
         self._is_wanted = False  # what is being read; a later update makes it False
+        self._last = new_weights.Last()
         # Read from a path, but not published.
         self._coming: tuple[pathlib.Path, new_weights.Coming] | None = None
 
@@ -91,7 +92,9 @@ class Updates:
         self._is_reading = self._is_wanted = True
         self._coming = None
         try:
-            begun = self._model.service.call(lambda at: new_weights.begin(at, path))
+            begun = self._model.service.call(
+                lambda at: new_weights.begin(at, path, self._last)
+            )
             coming = await asyncio.wrap_future(begun)
             await asyncio.to_thread(coming.wait)
         finally:

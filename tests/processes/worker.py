@@ -296,7 +296,8 @@ def lead(folder):
     if is_alone:  # which runs first
         others = jax.tree.map(lambda x: 1.5 * x, jax.device_get(made.placed_params[0]))
         writer.Writer(folder / "store").publish(others, 3)
-    coming = new_weights.begin(made, folder / "store" / "i0000-v000000003")
+    last = new_weights.Last()
+    coming = new_weights.begin(made, folder / "store" / "i0000-v000000003", last)
     coming.wait()
     coming.publish(made, 3)
     later = made.submit(engine.Request(3, rows[0], 18, temperature=0.0))
@@ -305,7 +306,7 @@ def lead(folder):
     assert later.versions == [3] * 18, later.versions
     drawn.append([later.tokens, later.logprobs])
     with contextlib.suppress(config_lib.InputError):  # no version of a store
-        new_weights.begin(made, folder / "chat_model").wait()
+        new_weights.begin(made, folder / "chat_model", last).wait()
         assert is_alone
     found = json.dumps([drawn, [score.logprobs for score in scores]])
     (folder / f"{jax.process_count()}_led.json").write_text(found)
