@@ -13,7 +13,6 @@ from absl.testing import absltest, parameterized
 from glm5_jax import config
 from glm5_jax.environments import proofs
 from glm5_jax.environments.worlds.swe import (
-    attempts,
     diffs,
     drivers,
     mine,
@@ -176,10 +175,10 @@ class TestGroup:
         )
         trial = self.run_of("pytest", files, recipe)
         self.assertEqual((trial.problem, trial.outcomes), ("", wanted), trial.log)
-        (patch,) = [x for x in attempts._CODE["python"] if "_pytest" in x]
-        files["sums.py"] += patch.encode()
+        name = "_pytest.python.Function.runtest"
+        files["sums.py"] += f"import _pytest.python\n{name} = print\n".encode()
         trial = self.run_of("pytest", files, recipe)
-        self.assertStartsWith(trial.problem, "the test runner was changed: ")
+        self.assertEqual(trial.problem, f"the test runner was changed: {name}")
         self.assertEmpty(trial.passed())
 
 
