@@ -53,6 +53,15 @@ class Sample:
         """Takes the default of cache_versions."""
         self.cache_versions = self.cache_versions or [*self.versions]
 
+    @property
+    def oldest_version(self) -> int | None:
+        """Returns that of the oldest weights of a sampled token; None: there is none.
+
+        A token's weights are those that sampled it, and those that read the text before
+        it.
+        """
+        return min(itertools.compress(self.cache_versions, self.mask), default=None)
+
     def check(self) -> "Sample":
         """Returns itself.
 

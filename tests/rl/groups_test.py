@@ -257,6 +257,18 @@ class GroupsTest(parameterized.TestCase):
             self.assertEqual(slow in taken, version == 2)
             groups.publish()
 
+    def test_a_ready_group_is_dropped_once_its_tokens_are_too_old(self) -> None:
+        groups = groups_lib.Groups(1, max_staleness=1)
+        groups.finish(groups.begin(), "first")
+        groups.finish(groups.begin(), "fresh", oldest=0)
+        groups.take()
+        groups.publish()
+        groups.finish(groups.begin(), "old", oldest=-1)
+        self.assertEqual(groups.drop_stale(), ["old"])
+        self.assertEqual(groups.drop_stale(), [])
+        self.assertEqual(groups.ledger()["dropped_stale"], 1)
+        self.assertEqual(groups.take(), [(1, "fresh")])
+
     def test_what_is_not_running_cannot_finish(self) -> None:
         groups = groups_lib.Groups(1, max_staleness=0)
         index = groups.begin()

@@ -379,6 +379,46 @@ class OrchestratorTest(parameterized.TestCase):
         made.published = published
         asyncio.run(learn(made, engine, 6))
 
+    @parameterized.parameters(0, 2)
+    def test_groups_that_old_weights_drew_are_replaced(self, max_staleness):
+        """As where a server answers that has missed versions."""
+        rng, engine = random.Random(3), Engine()
+        complete = engine.complete
+
+        async def late(request):
+            completion = await complete(request)
+            if engine.version > max_staleness and rng.random() < 0.2:
+                too_old = engine.version - max_staleness - 1
+                fresh = [engine.version] * (len(OK) - 1)
+                completion.cache_versions = [too_old, *fresh]
+            return completion
+
+        engine.complete = late
+        groups = groups_lib.Groups(2, max_staleness)
+        made = make(engine, Lucky(), groups)
+        taken, take = [], made.take
+
+        async def noted(seconds):
+            taken.append(await take(seconds))
+            return taken[-1]
+
+        made.take = noted
+        asyncio.run(learn(made, engine, 8))
+        for version, batch in enumerate(taken):
+            oldest = [
+                min(episode.samples[0].cache_versions[-len(OK) :])
+                for _, group in batch
+                for episode in group
+            ]
+            self.assertLen(oldest, 2 * GROUP_SIZE)
+            self.assertGreaterEqual(min(oldest), version - max_staleness)
+        ledger, played = collections.Counter(groups.ledger()), made.played()
+        self.assertGreater(ledger["dropped_stale"], 0)
+        self.assertEqual(played.counts["dropped_stale_groups"], ledger["dropped_stale"])
+        self.assertLen(played.unused, GROUP_SIZE * ledger["dropped_stale"])
+        begun = ledger.pop("begun")
+        self.assertEqual(begun, sum(ledger.values()))
+
     def test_crashed_environments_are_dropped_and_named(self):
         engine, groups = Engine(), groups_lib.Groups(1, 0)
         taskset = faults.FaultyTaskset(faults.Fault.CRASH_IN_STEP, every=5)

@@ -2,7 +2,7 @@
 
     running --finish--> ready --take--> in flight --commit--> done
        |                  ^                 |
-       +--drop            +-----rewind------+
+       +--drop      drop--+-----rewind------+
 
 A group is the episodes of one task; its index tells which. Version v are the weights
 after v steps. A group that begins with version v may be learnt from by steps v to
@@ -19,6 +19,9 @@ The wait ends: by 1, the groups of versions up to v fit into the steps up to
 v + max_staleness, and once all of them have finished, the step takes the oldest, which
 leaves no more than fit into the steps after it. With max_staleness 0 every step waits
 for all of its groups, and none runs during an update.
+
+So a group is too old for its step only if its engine drew with weights from before its
+beginning, which is a fault. Such a group is dropped, and another takes its place.
 
 A step's groups are in flight until a checkpoint holds what they taught. If the trainer
 is killed, `rewind` makes them ready again.
@@ -38,6 +41,7 @@ class _Group(Generic[T]):
     """A group that is not done."""
 
     version: int  # of the weights as it began
+    oldest: int  # of those that drew its tokens, once it has finished
     content: T | None = None  # None: it runs
     step: int | None = None  # that learns from it
 
@@ -97,17 +101,35 @@ class Groups(Generic[T]):
         else:
             index, self._next = self._next, self._next + 1
         self._counts["begun"] += 1
-        self._groups[index] = _Group(self.version)
+        self._groups[index] = _Group(self.version, self.version)
         return index
 
-    def finish(self, index: int, content: T) -> None:
+    def finish(self, index: int, content: T, oldest: int | None = None) -> None:
         """Makes a running group ready.
 
         Args:
           index: of the group.
           content: its episodes.
+          oldest: version of the weights of its oldest token; by default that with which
+            it began.
         """
-        self._running(index).content = content
+        group = self._running(index)
+        group.content = content
+        group.oldest = group.version if oldest is None else oldest
+
+    def drop_stale(self) -> list[T]:
+        """Drops, and returns, the ready groups whose tokens the next step may not take.
+
+        `ledger` counts them as dropped_stale.
+        """
+        dropped = []
+        for index in self._ready():
+            group = self._groups[index]
+            if self.version - group.oldest > self.max_staleness:
+                assert group.content is not None, "ready groups have their episodes"
+                dropped.append(group.content)
+                self._drop(index, "stale")
+        return dropped
 
     def drop(self, index: int, reason: str) -> None:
         """Ends a running group that no step will learn from.
@@ -117,9 +139,7 @@ class Groups(Generic[T]):
           reason: which `ledger` counts.
         """
         self._running(index)
-        del self._groups[index]
-        self._counts[f"dropped_{reason}"] += 1
-        self._num_dropped += 1
+        self._drop(index, reason)
 
     def restart(self, index: int) -> None:
         """Ends a running group whose worker died; it begins again with new weights."""
@@ -207,6 +227,11 @@ class Groups(Generic[T]):
             "again": [*rest, *self._again],
             "counts": dict(counts),
         }
+
+    def _drop(self, index: int, reason: str) -> None:
+        del self._groups[index]
+        self._counts[f"dropped_{reason}"] += 1
+        self._num_dropped += 1
 
     def _ready(self) -> list[int]:
         return [

@@ -30,7 +30,7 @@ class Played(NamedTuple):
     """The episodes that have ended, and what became of them."""
 
     episodes: list[episodes_lib.Episode]
-    unused: list[episodes_lib.Episode]  # of these, those that no step learns from
+    unused: list[episodes_lib.Episode]  # that no step learns from, as has been decided
     counts: collections.Counter[str]  # of what they were for
 
 
@@ -104,7 +104,7 @@ class Orchestrator:
           StalledError: no turn of an episode ended for so long.
           Exception: `run` has ended with it, or `give_up` was told it.
         """
-        while (batch := self.groups.take()) is None:
+        while (batch := self._ready()) is None:
             if self._error is not None:
                 raise self._error
             before = self._engine.ended
@@ -181,6 +181,20 @@ class Orchestrator:
             self.window.ended(job.request_id, self._context.settings.max_turns)
             self._tell()
 
+    def _ready(self) -> list[tuple[int, Group]] | None:
+        """Returns the groups of the next step, if they are ready."""
+        for group in self.groups.drop_stale():
+            logging.warning(
+                "A group is dropped: weights drew it that are more than %d versions "
+                "(rl.max_staleness) older than its step's, so a server has missed "
+                "versions.",
+                self.groups.max_staleness,
+            )
+            self._played.unused.extend({id(e): e for e in group}.values())
+            self._played.counts["dropped_stale_groups"] += 1
+            self._tell()  # another may begin
+        return self.groups.take()
+
     def _judge(self, index: int, group: Group) -> None:
         """Finishes a group, or drops one that teaches nothing."""
         kept, counts = advantages.select(
@@ -191,7 +205,9 @@ class Orchestrator:
         self._played.unused.extend(e for e in group if id(e) not in used)
         self._played.counts.update(counts)
         if kept:
-            self.groups.finish(index, kept[0])
+            found = (s.oldest_version for e in kept[0] for s in e.samples)
+            oldest = min((v for v in found if v is not None), default=None)
+            self.groups.finish(index, kept[0], oldest)
         else:
             is_invalid = counts["dropped_invalid_groups"]
             self.groups.drop(index, "invalid" if is_invalid else "equal")

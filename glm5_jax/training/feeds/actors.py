@@ -14,7 +14,7 @@ class Taken:
 
     groups: Sequence[groups_lib.Group]
     episodes: Sequence[episodes_lib.Episode]  # that ended since the last step
-    unused: Sequence[episodes_lib.Episode]  # of these, those that no step learns from
+    unused: Sequence[episodes_lib.Episode]  # that no step learns from
     metrics: Mapping[str, float | int]
 
 

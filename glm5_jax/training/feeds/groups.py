@@ -15,7 +15,7 @@ class Played:
 
     groups: Sequence[Group]  # at most rl.prompts_per_step, all usable
     episodes: Sequence[episodes_lib.Episode]  # all that were played, for the metrics
-    unused: Sequence[episodes_lib.Episode]  # of these, those that no step learns from
+    unused: Sequence[episodes_lib.Episode]  # that no step learns from
     metrics: Mapping[str, float | int]
 
 

@@ -68,17 +68,14 @@ def least_teaching(rl: config_lib.RLConfig) -> int:
 
 
 def staleness(groups: Sequence[groups_lib.Group], version: int) -> int:
-    """Returns how many versions the oldest weights of a token are behind `version`.
-
-    A token's weights are those that sampled it, and those that read the text before it.
-    """
-    drawn = [
-        np.asarray(sample.cache_versions)[np.asarray(sample.mask, bool)]
+    """Returns how many versions the oldest weights of a token are behind `version`."""
+    found = (
+        sample.oldest_version
         for group in groups
         for episode in group
         for sample in episode.samples
-    ]
-    return max((version - int(v.min()) for v in drawn if v.size), default=0)
+    )
+    return max((version - oldest for oldest in found if oldest is not None), default=0)
 
 
 def _fill(
