@@ -4,12 +4,10 @@ python -m glm5_jax.train --config=configs/glm5_rl_agentic.py \
     --config.init_from=/shared/rl --config.rl.environment=swe:/shared/tasks \
     --config.rl.servers=http://HOST:8000 --config.rl.weights_store=/shared/weights
 
-Hardware: 1024 v5p chips, which glm5_jax.plan divides (docs/planning.md). Planned, never
-run. Disclosed: separate chips sample and train; advantages without a standard
-deviation; the objective dis; tools' answers have no loss; moments are forgotten after a
-push; 16,384 tokens a turn (of SWE-bench). Undisclosed: bands, staleness, batch, turns,
-lengths. Bands and 131,072 tokens are those of GLM-5.2's report, staleness 4 SkyRL's,
-AdamW slime's. Ours: 200 turns, one update a push, 32 groups of 8: 1,280 at once.
+Hardware: 1024 v5p chips, as docs/planning.md divides them; never run. Disclosed: two
+parts, no standard deviation in advantages, dis, no loss on tools' answers, moments
+forgotten after a push, 16,384 tokens a turn. GLM-5.2's report: bands, 131,072 tokens.
+SkyRL's: staleness 4. slime's: AdamW. Ours: 200 turns, 32 groups of 8, 1,280 at once.
 """
 
 import dataclasses
@@ -46,7 +44,9 @@ def get_config() -> ml_collections.ConfigDict:
             max_new_tokens=16384,  # a turn's, as in the paper's SWE-bench
             max_turns=200,
             slots=512,
-            prefill_chunk=2048,
+            step_timeout_seconds=600.0,  # planned: at most 276 s
+            answer_timeout_seconds=1200.0,  # planned: 293 s, and as long for a slot
+            episode_timeout_seconds=7200.0,  # planned: 88 minutes, half of it waiting
             objective="dis",
             dis_low=config_lib.DIS_AGENTIC[0],
             dis_high=config_lib.DIS_AGENTIC[1],

@@ -48,6 +48,7 @@ def get_config() -> ml_collections.ConfigDict:
             max_turns=1,
             slots=512,
             prefill_chunk=2048,
+            answer_timeout_seconds=3600.0,  # planned: 1,000 s, and as long for a slot
         ),
         mesh=config_lib.MeshConfig(fsdp=8, expert=8, context=8),
     )

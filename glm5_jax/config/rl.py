@@ -17,6 +17,7 @@ DIS_AGENTIC = (0.8, 3.0)
 _POSITIVE = (
     *("clip_low", "clip_high", "dis_low", "dis_high", "tis_cap"),
     *("max_logprob_gap", "step_timeout_seconds"),
+    *("answer_timeout_seconds", "episode_timeout_seconds"),
     *("critic_learning_rate", "gae_alpha"),
 )
 _COUNTS = (
@@ -118,6 +119,11 @@ class RLConfig:
     # Mean of |log pi_train / pi_infer| above which a run stops.
     max_logprob_gap: float = 0.05
     step_timeout_seconds: float = 60.0  # longest call of the environment
+    # Longest answer to a turn in stage async_rl, with the time it waits for a slot.
+    answer_timeout_seconds: float = 240.0
+    # Longest time of all of an episode's calls of the environment; for an agent that is
+    # a program, of the whole episode with its answers.
+    episode_timeout_seconds: float = 600.0
     # Held-out tasks of an evaluation, all different, each answered once.
     num_eval_tasks: int = 128
     # Lowest held-out success at which a run may start: below it, most groups have no

@@ -5,9 +5,6 @@ from glm5_jax.environments import protocol
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl import held_out
 
-# Within it a call of an environment ends, and an engine answers.
-_STALLED = 4  # times rl.step_timeout_seconds
-
 
 def of_group(
     config: config_lib.TrainConfig, taskset: protocol.Taskset, index: int, group: int
@@ -37,12 +34,19 @@ def settings(rl: config_lib.RLConfig) -> episodes_lib.Settings:
         num_concurrent=2 * rl.slots,
         temperature=rl.temperature,
         call_timeout=rl.step_timeout_seconds,
+        episode_timeout=rl.episode_timeout_seconds,
     )
 
 
-def stall_seconds(rl: config_lib.RLConfig) -> float:
-    """Returns after how long without an answer nothing will come any more."""
-    return _STALLED * rl.step_timeout_seconds
+def stall_seconds(rl: config_lib.RLConfig, taskset: protocol.Taskset) -> float:
+    """Returns after how long no answer or episode that has not ended will end any more.
+
+    After an answer an environment has a call, and then an answer comes or `close` is
+    called. A program may play all of its episode without asking for a turn.
+    """
+    is_agent = getattr(taskset, "has_agents", False)
+    longest = rl.episode_timeout_seconds if is_agent else rl.answer_timeout_seconds
+    return rl.step_timeout_seconds + max(longest, rl.step_timeout_seconds)
 
 
 def most_dropped(rl: config_lib.RLConfig) -> int:

@@ -20,6 +20,8 @@ RL = RLConfig(
     slots=7,
     temperature=0.75,
     step_timeout_seconds=11.0,
+    answer_timeout_seconds=50.0,
+    episode_timeout_seconds=70.0,
     max_rounds=4,
     num_eval_tasks=8,
 )
@@ -60,10 +62,20 @@ class JobsTest(parameterized.TestCase):
             num_concurrent=14,
             temperature=0.75,
             call_timeout=11.0,
+            episode_timeout=70.0,
         )
         self.assertEqual(jobs.settings(RL), wanted)
-        self.assertEqual(jobs.stall_seconds(RL), 44.0)
         self.assertEqual(jobs.most_dropped(RL), 24)
+
+    def test_nothing_that_may_take_so_long_is_a_stall(self):
+        """A call and an answer; of an agent, a whole episode, and its end."""
+        taskset = faults.FaultyTaskset(faults.Fault.NONE)
+        self.assertEqual(jobs.stall_seconds(RL, taskset), 61.0)
+        taskset.has_agents = True
+        self.assertEqual(jobs.stall_seconds(RL, taskset), 81.0)
+        quick = dataclasses.replace(RL, episode_timeout_seconds=1.0)
+        self.assertEqual(jobs.stall_seconds(quick, taskset), 22.0)  # step and close
+        self.assertGreater(jobs.stall_seconds(RLConfig(), taskset), 600.0)
 
     def test_an_evaluation(self):
         found = held_out.jobs(environments.make("reverse:5"), RL)

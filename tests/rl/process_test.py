@@ -135,15 +135,15 @@ class ProcessTest(parameterized.TestCase):
         async def run():
             async with orchestrating(server) as ask:
                 found = [await ask("/status", "GET"), await ask("/memory", version=0)]
-                found.append(await ask("/take", version=0, stall_seconds=9.0))
+                found.append(await ask("/take", version=0))
                 await ask("/publish", folder="i0-v3", version=3)
                 found += [
                     await ask("/start", groups={}),
                     await ask("/start", groups={}),
                 ]
-                found.append(await ask("/take", version=0, stall_seconds=9.0))
+                found.append(await ask("/take", version=0))
                 found.append(await ask("/memory", version=0))
-                found.append(await ask("/take", version=1, stall_seconds=9.0))
+                found.append(await ask("/take", version=1))
                 await ask("/memory", version=1)
                 found.append(await ask("/status", "GET"))
                 return found
@@ -199,7 +199,7 @@ class ProcessTest(parameterized.TestCase):
             async with orchestrating(server) as ask:
                 await ask("/publish", folder="i0-v0", version=0)
                 await ask("/start", groups={})
-                return await ask("/take", version=0, stall_seconds=9.0)
+                return await ask("/take", version=0)
 
         with mock.patch.dict(os.environ, {"GLM5_JAX_API_KEY": "secret"}):
             status, answer = asyncio.run(run())

@@ -152,7 +152,8 @@ class AsyncTest(runs.OneDeviceTest):
         self.assertEqual(begun, sum(ledger.values()))
 
     def test_an_environment_that_hangs_is_a_timeout_not_a_hang(self):
-        config = rl_runs.make_async(1, {"step_timeout_seconds": 0.1}, num_steps=1)
+        quick = {"step_timeout_seconds": 0.1, "answer_timeout_seconds": 0.3}
+        config = rl_runs.make_async(1, quick, num_steps=1)
         with (
             self.assertRaisesRegex(
                 orchestrator_lib.StalledError, "no episode has advanced"

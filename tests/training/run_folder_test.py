@@ -43,7 +43,7 @@ class ClaimTest(parameterized.TestCase):
             *("mesh.slices", "mesh.data", "mesh.fsdp", "mesh.expert", "mesh.tensor"),
             *("mesh.context", "data.cache_dir"),
             *("eval_success", "stop_metric", "stop_at"),
-            *("rl.max_logprob_gap", "rl.num_eval_tasks"),
+            *("rl.max_logprob_gap", "rl.num_eval_tasks", "rl.answer_timeout_seconds"),
             *("rl.min_start_success", "rl.max_start_success", "rl.episodes_gib"),
             *("rl.servers", "rl.weights_store", "rl.num_engines"),
             *("health.spike_nats", "health.on_spike", "health.max_skipped_in_a_row"),

@@ -101,7 +101,7 @@ class Orchestrator:
         """Waits for the groups of the next step; returns them with their indices.
 
         Raises:
-          StalledError: no turn of an episode ended for so long.
+          StalledError: no turn and no episode ended for so long.
           Exception: `run` has ended with it, or `give_up` was told it.
         """
         while (batch := self._ready()) is None:

@@ -2,7 +2,7 @@
 
     POST /start   {"groups": {...}}                begins to play: see `Groups`
     POST /publish {"folder": "...", "version": 3}  gives the servers new weights
-    POST /take    {"version": 3, "stall_seconds": 60}   waits for the groups of a step
+    POST /take    {"version": 3}                   waits for the groups of a step
     POST /evaluate                                 plays the held-out tasks
     POST /memory  {"version": 3}                   what a checkpoint must keep
     GET  /status                                   what a person wants to see
@@ -99,7 +99,7 @@ class Process:
                 session,
                 self._servers,
                 self._config.data.sequence_length,
-                seconds=jobs.stall_seconds(rl),
+                seconds=rl.answer_timeout_seconds,
                 with_experts=self._config.replays_routing,
             )
             context = episodes_lib.Context(
@@ -163,7 +163,8 @@ class Process:
         if self._failure is not None:
             raise self._failure
         self._orchestrator.published(body["version"])
-        taken = await self._orchestrator.take(body["stall_seconds"])
+        stall_seconds = jobs.stall_seconds(self._config.rl, self._taskset)
+        taken = await self._orchestrator.take(stall_seconds)
         played = self._orchestrator.played()
         groups = [group for _, group in taken]
         # In a thread: a thousand episodes take longer than the loop may be late.

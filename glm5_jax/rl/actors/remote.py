@@ -63,9 +63,7 @@ class Remote:
         while True:
             left = deadline - time.monotonic()
             if left <= 0:
-                raise completer.EngineError(
-                    f"{self._url} has not completed a request for {self._seconds:g} s."
-                )
+                raise self._late()
             try:
                 status, answer, wait = await self._ask(request, left)
             except aiohttp.ServerDisconnectedError as error:
@@ -110,8 +108,16 @@ class Remote:
                 return response.status, answer, seconds
         except aiohttp.ServerDisconnectedError:
             raise
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        except TimeoutError as error:
+            raise self._late() from error
+        except (aiohttp.ClientError, ValueError) as error:
             raise self._lost(error) from error
+
+    def _late(self) -> completer.EngineError:
+        return completer.EngineError(
+            f"{self._url} has not completed a request for {self._seconds:g} s: if "
+            f"answers may take so long, raise rl.answer_timeout_seconds."
+        )
 
     def _lost(self, error: Exception) -> completer.EngineError:
         shown = str(error) or type(error).__name__

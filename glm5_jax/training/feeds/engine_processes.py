@@ -33,7 +33,7 @@ from glm5_jax.http_server import extra
 from glm5_jax.model import transformer
 from glm5_jax.processes import own_folder, simulate, together
 from glm5_jax.rl import episodes as episodes_lib
-from glm5_jax.rl import jobs, trajectories
+from glm5_jax.rl import trajectories
 from glm5_jax.rl.weight_store import manifest
 from glm5_jax.rl.weight_store import writer as writer_lib
 from glm5_jax.training.feeds import actors
@@ -107,9 +107,7 @@ class EngineProcesses:
         Raises:
           ActorError: no episode advances, or the servers failed again and again.
         """
-        stall = jobs.stall_seconds(self._config.rl)
-        body = {"version": version, "stall_seconds": stall}
-        found = self._ask("/take", body, seconds=None)
+        found = self._ask("/take", {"version": version}, seconds=None)
         metrics = {f"rollout/{name}": n for name, n in found["counts"].items()}
         metrics |= {f"groups/{name}": n for name, n in found["ledger"].items()}
         metrics |= found["figures"]

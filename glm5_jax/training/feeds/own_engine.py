@@ -64,7 +64,8 @@ class OwnEngine:
         """
         assert self._local is not None, "start comes first"
         self._local.call(lambda made: made.published(version))
-        taken = self._local.take(jobs.stall_seconds(self._config.rl))
+        stall_seconds = jobs.stall_seconds(self._config.rl, self._taskset)
+        taken = self._local.take(stall_seconds)
         played = self._local.call(orchestrator_lib.Orchestrator.played)
         ledger = self._local.call(lambda made: made.groups.ledger())
         metrics: dict[str, float | int] = {

@@ -53,6 +53,33 @@ def stored(x, weights):
     return x.view(np.uint8).reshape(-1)
 
 
+class LimitsTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ("glm5_rl_reasoning", "reasoning"),
+        ("glm5_rl_agentic", "coding"),
+        ("glm5_rl_agentic", "search"),
+    )
+    def test_a_run_at_full_size_waits_for_its_longest_answers(self, name, kind):
+        """As many episodes may wait for a slot as have one, as long as an answer."""
+        spec = str(ROOT / "configs" / f"{name}.py")
+        config = command_line.Arguments(config=spec).train_config()
+        rl, kinds = config.rl, {kind: tasks.KINDS[kind]}
+        limits = tasks.Limits.of(config)
+        drawn = tasks.Mixture(kinds=kinds, shares={kind: 1.0}, limits=limits)
+        engine = engines.make(config, drawn, "v5p")
+        token = engine.step_seconds(engine.slots)
+        self.assertGreater(rl.answer_timeout_seconds, 2 * token * rl.max_new_tokens)
+        calls = [
+            [turn.seconds for turn in drawn.turns(group, 0)] for group in range(256)
+        ]
+        self.assertGreater(rl.step_timeout_seconds, max(map(max, calls)))
+        tools = max(map(sum, calls))
+        self.assertGreater(rl.episode_timeout_seconds, tools)
+        if rl.max_turns > 1:  # a program's limit covers its answers
+            whole = 2 * token * config.data.sequence_length + tools
+            self.assertGreater(rl.episode_timeout_seconds, whole)
+
+
 class DecodingTest(parameterized.TestCase):
     @parameterized.named_parameters(PLAIN)
     def test_a_step_from_shapes_is_near_the_compilers(self, report):
