@@ -7,6 +7,7 @@ import itertools
 import logging as std_logging
 import os
 import pathlib
+import threading
 import time
 from unittest import mock
 
@@ -17,7 +18,8 @@ from aiohttp import web
 from glm5_jax.config import DataConfig, RLConfig, TrainConfig
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.rl import held_out, trajectories
-from glm5_jax.rl.actors import fleet, process, remote
+from glm5_jax.rl.actors import fleet, lag, process, remote
+from glm5_jax.rl.actors import orchestrator as orchestrator_lib
 from tests.rl import remote_test
 
 TOKENIZER = tokenizer_lib.named("byte_chat")
@@ -274,13 +276,11 @@ class ProcessTest(parameterized.TestCase):
                 await ask("/publish", folder="i0-v0", version=0)
                 await ask("/start", groups={})
                 if when == "with groups at hand":
-                    await ask("/take", version=0, stall_seconds=9.0)
+                    await ask("/take", version=0)
                     while (await ask("/status", "GET"))[1]["ledger"]["ready"] < 2:
                         await asyncio.sleep(0.01)
                     fails.set()
-                taking = asyncio.create_task(
-                    ask("/take", version=1, stall_seconds=50.0)
-                )
+                taking = asyncio.create_task(ask("/take", version=1))
                 await asyncio.sleep(0.1)
                 fails.set()
                 return await taking
@@ -292,18 +292,60 @@ class ProcessTest(parameterized.TestCase):
         self.assertEqual(answer["error"], "repairs are over")
         self.assertLess(time.monotonic() - began, 40.0)
 
-    def test_a_late_event_loop_is_measured(self):
-        """By a clock on which a tenth of a second takes 0.2504."""
+    def test_a_step_that_is_not_ready_says_so_in_time(self):
+        server, answers = Server(), asyncio.Event()
+        generate = server.generate
+
+        async def late(request):
+            await answers.wait()
+            return await generate(request)
+
+        server.generate = late
 
         async def run():
-            async with orchestrating(Server()) as ask:
-                await asyncio.sleep(0.25)
-                _, found = await ask("/status", "GET")
-                return found["max_lag_seconds"]
+            async with orchestrating(server) as ask:
+                await ask("/publish", folder="i0-v0", version=0)
+                await ask("/start", groups={})
+                found = [await ask("/take", version=0, seconds=0.01) for _ in range(2)]
+                found.append(await ask("/evaluate", seconds=0.01))
+                answers.set()
+                found.append(await ask("/take", version=0))
+                found.append(await ask("/evaluate"))
+                return found, await ask("/take", version=1)
 
-        ticks = (0.2504 * i for i in itertools.count())
-        with mock.patch.object(process, "time", mock.Mock(monotonic=ticks.__next__)):
-            self.assertEqual(asyncio.run(run()), 0.15)
+        found, other = asyncio.run(run())
+        self.assertEqual(found[:3], [(200, {"is_ready": False})] * 3)
+        self.assertEmpty({*ids(found[3][1])} & {*ids(other[1])})
+        self.assertLen(ids(found[3][1]), 2)
+        self.assertLen(found[4][1]["episodes"], 4)
+        asked = [body["sampling_params"]["seed"] for body in server.requests]
+        held_out_asked = [seed for seed in asked if seed >= held_out.FIRST_ID]
+        self.assertLen(held_out_asked, 4)  # once
+
+    def test_a_step_that_stalls_ends_what_asked_first(self):
+        server, over = Server(), asyncio.Event()
+
+        async def never(request):
+            await over.wait()
+            return web.Response()
+
+        server.generate = never
+        quick = {"answer_timeout_seconds": 0.2, "step_timeout_seconds": 0.1}
+        rl = dataclasses.replace(CONFIG.rl, **quick, group_size=1, critic=True)
+
+        async def run():
+            async with orchestrating(server, dataclasses.replace(CONFIG, rl=rl)) as ask:
+                await ask("/publish", folder="i0-v0", version=0)
+                await ask("/start", groups={})
+                answer = 200, {}
+                while answer[0] == 200:
+                    answer = await ask("/take", version=0, seconds=0.05)
+                over.set()
+                return answer
+
+        with mock.patch.object(orchestrator_lib, "_RETRY_SECONDS", 10.0):
+            status, answer = asyncio.run(run())
+        self.assertEqual((status, answer["type"]), (500, "StalledError"))
 
     def test_the_delay_is_that_since_the_step_before(self):
         """By a clock on which the first tenth of a second takes 5.1."""
@@ -313,37 +355,62 @@ class ProcessTest(parameterized.TestCase):
                 await ask("/publish", folder="i0-v0", version=0)
                 await ask("/start", groups={})
                 await asyncio.sleep(0.15)
-                steps = [
-                    await ask("/take", version=i, stall_seconds=9.0) for i in (0, 1)
-                ]
+                steps = [await ask("/take", version=i) for i in (0, 1)]
                 return [answer["lag"] for _, answer in steps]
 
         ticks = itertools.accumulate(itertools.chain([0.0, 5.1], itertools.repeat(0.1)))
-        with mock.patch.object(process, "time", mock.Mock(monotonic=ticks.__next__)):
+        with mock.patch.object(lag, "time", mock.Mock(monotonic=ticks.__next__)):
             first, second = asyncio.run(run())
         self.assertAlmostEqual(first, 5.0)
         self.assertLess(second, 1e-6)
 
-    def test_a_blocked_event_loop_is_named(self):
-        async def run():
-            async with orchestrating(Server()) as ask:
-                await asyncio.sleep(0.15)
-                time.sleep(0.4)  # as an environment that computes would
-                await asyncio.sleep(0.15)
-                _, found = await ask("/status", "GET")
-                return found["max_lag_seconds"]
 
+class LagTest(absltest.TestCase):
+    async def watched(self, *works):
+        """Returns the longest delay of a loop that does these works."""
+        measured = lag.Lag()
+        task = asyncio.create_task(measured.measure())
+        with measured.naming():
+            for work in works:
+                await asyncio.sleep(0.15)
+                work()
+            await asyncio.sleep(0.15)
+        task.cancel()
+        return measured.taken()
+
+    def test_a_late_event_loop_is_measured(self):
+        """By a clock on which a tenth of a second takes 0.2504."""
+        ticks = (0.2504 * i for i in itertools.count())
+        with mock.patch.object(lag, "time", mock.Mock(monotonic=ticks.__next__)):
+            longest = asyncio.run(self.watched(lambda: None))
+        self.assertAlmostEqual(longest, 0.1504)
+
+    def test_a_late_event_loop_is_warned_of(self):
         for limit, is_named in ((0.2, True), (30.0, False)):
             with (
-                mock.patch.object(process, "_LAG_SECONDS", limit),
+                mock.patch.object(lag, "_LATE_SECONDS", limit),
                 self.assertLogs("absl", std_logging.INFO) as logs,
             ):
                 std_logging.getLogger("absl").info("at least one line")
-                lag = asyncio.run(run())
-            self.assertBetween(lag, 0.2, 30.0)
+                longest = asyncio.run(self.watched(lambda: time.sleep(0.4)))
+            self.assertBetween(longest, 0.2, 30.0)
             said = [line for line in logs.output if "event loop was late" in line]
             self.assertEqual(bool(said), is_named)
-        self.assertEqual(process._LAG_SECONDS, 1.0)
+        self.assertEqual(lag._LATE_SECONDS, 1.0)
+
+    def test_the_code_that_blocks_an_event_loop_is_shown_once(self):
+        def an_environment_that_computes():
+            time.sleep(1.0)
+
+        with (
+            mock.patch.object(lag, "_LOOK_SECONDS", 0.25),
+            self.assertLogs("absl", std_logging.ERROR) as logs,
+        ):
+            asyncio.run(self.watched(an_environment_that_computes))
+        (said,) = logs.output
+        self.assertIn("in an_environment_that_computes\n    time.sleep(1.0)", said)
+        names = [thread.name for thread in threading.enumerate()]
+        self.assertNotIn("lag", names)
 
 
 if __name__ == "__main__":

@@ -2,20 +2,20 @@
 
     POST /start   {"groups": {...}}                begins to play: see `Groups`
     POST /publish {"folder": "...", "version": 3}  gives the servers new weights
-    POST /take    {"version": 3}                   waits for the groups of a step
-    POST /evaluate                                 plays the held-out tasks
+    POST /take    {"version": 3, "seconds": 60}    waits for the groups of a step
+    POST /evaluate {"seconds": 60}                 plays the held-out tasks
     POST /memory  {"version": 3}                   what a checkpoint must keep
     GET  /status                                   what a person wants to see
 
-A failure of a run is 500 with its message. Nothing here imports jax.
+What is not ready within its seconds is answered by {"is_ready": false}, and asked for
+again. A failure of a run is 500 with its message. Nothing here imports jax.
 """
 
 import asyncio
 import contextlib
 import functools
 import json
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
 import aiohttp
@@ -30,13 +30,14 @@ from glm5_jax.rl import entrance, held_out, jobs, trajectories
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl.actors import fleet as fleet_lib
 from glm5_jax.rl.actors import groups as groups_lib
+from glm5_jax.rl.actors import lag as lag_lib
 from glm5_jax.rl.actors import orchestrator as orchestrator_lib
 from glm5_jax.rl.actors import remote
 
 _REPAIR_SECONDS = 1.0
-_LAG_SECONDS = 1.0  # of the event loop, above which a warning is logged
 _IDLE_SECONDS = 2.0  # of a connection to the servers, which keep it for 30 s
 _MAX_BODY = 2**26
+_NOT_READY = {"is_ready": False}
 
 
 class Process:
@@ -57,6 +58,7 @@ class Process:
         tokenizer = tokenizer_lib.for_corpus(config.data, [])
         self._template = templates.make_template(config.data, tokenizer)
         self._held_out = held_out.jobs(self._taskset, config.rl)
+        self._stall_seconds = jobs.stall_seconds(config.rl, self._taskset)
         self._fleet: fleet_lib.Fleet
         self._engine: remote.Remote
         self._ask_capacity: Callable[[], Awaitable[int]]
@@ -65,7 +67,8 @@ class Process:
         self._orchestrator: orchestrator_lib.Orchestrator | None = None
         self._tasks: set[asyncio.Task] = set()
         self._failure: BaseException | None = None  # of one of them
-        self.max_lag = 0.0  # seconds that the event loop was late since a `/take`
+        self._asked_for: dict[str, asyncio.Task] = {}  # what takes long, by its path
+        self._lag = lag_lib.Lag()
 
     def app(self) -> web.Application:
         """Returns the routes."""
@@ -107,13 +110,15 @@ class Process:
             )
             async with entrance.of(context) as self._context:
                 self._spawn(self._fleet.repair(_REPAIR_SECONDS))
-                self._spawn(self._watch_lag())
+                self._spawn(self._lag.measure())
                 try:
-                    yield
+                    with self._lag.naming():
+                        yield
                 finally:
-                    for task in self._tasks:
+                    tasks = [*self._tasks, *self._asked_for.values()]
+                    for task in tasks:
                         task.cancel()
-                    await asyncio.gather(*self._tasks, return_exceptions=True)
+                    await asyncio.gather(*tasks, return_exceptions=True)
 
     def _spawn(self, coroutine: Any) -> None:
         """Runs what ends with the process alone; if it fails, so does the run."""
@@ -162,27 +167,56 @@ class Process:
         assert self._orchestrator is not None, "/start comes first"
         if self._failure is not None:
             raise self._failure
-        self._orchestrator.published(body["version"])
-        stall_seconds = jobs.stall_seconds(self._config.rl, self._taskset)
-        taken = await self._orchestrator.take(stall_seconds)
+        made, stall_seconds = self._orchestrator, self._stall_seconds
+
+        def take() -> Coroutine[Any, Any, Any]:
+            made.published(body["version"])  # once: it counts as an advance
+            return made.take(stall_seconds)
+
+        if not await self._is_ready("/take", body, take):
+            return _NOT_READY
+        taken = self._asked_for.pop("/take").result()
         played = self._orchestrator.played()
         groups = [group for _, group in taken]
         # In a thread: a thousand episodes take longer than the loop may be late.
         wanted = [*groups, played.episodes, played.unused]
         packed = await asyncio.to_thread(trajectories.pack, wanted)
-        lag, self.max_lag = self.max_lag, 0.0
         return {
             "played": packed,
             "counts": played.counts,
             "ledger": self._orchestrator.groups.ledger(),
             "figures": self._orchestrator.figures(),
-            "lag": lag,
+            "lag": self._lag.taken(),
             "repaired": self._fleet.num_repaired,
         }
 
     async def _evaluate(self, body: dict[str, Any]) -> dict[str, Any]:
-        played = await episodes_lib.run_all(self._context, self._held_out)
+        play = episodes_lib.run_all
+        if not await self._is_ready(
+            "/evaluate", body, lambda: play(self._context, self._held_out)
+        ):
+            return _NOT_READY
+        played = self._asked_for.pop("/evaluate").result()
         return {"episodes": trajectories.all_to_json(played)}
+
+    async def _is_ready(
+        self,
+        path: str,
+        body: dict[str, Any],
+        make: Callable[[], Coroutine[Any, Any, Any]],
+    ) -> bool:
+        """Returns whether what a path asks for is made within its seconds.
+
+        Args:
+          path: whose task, in `_asked_for`, goes on until it is asked for again.
+          body: with the seconds; without them it waits.
+          make: makes it.
+        """
+        if path not in self._asked_for:
+            self._asked_for[path] = asyncio.create_task(make())
+        task = self._asked_for[path]
+        await asyncio.wait({task}, timeout=body.get("seconds"))
+        return task.done()
 
     async def _memory(self, body: dict[str, Any]) -> dict[str, Any]:
         if self._orchestrator is None:
@@ -197,23 +231,9 @@ class Process:
             "version": None if started is None else started.groups.version,
             "ledger": {} if started is None else started.groups.ledger(),
             "replicas": await self._fleet.replicas(),
-            "max_lag_seconds": round(self.max_lag, 3),
+            "max_lag_seconds": round(self._lag.longest, 3),
             "repaired": self._fleet.num_repaired,
         }
-
-    async def _watch_lag(self) -> None:
-        """Measures how late the event loop is; a late one delays every episode."""
-        while True:
-            before = time.monotonic()
-            await asyncio.sleep(0.1)
-            lag = time.monotonic() - before - 0.1
-            self.max_lag = max(self.max_lag, lag)
-            if lag > _LAG_SECONDS:
-                logging.warning(
-                    "The event loop was late by %.1f s: an environment blocks it. Its "
-                    "long computations belong into asyncio.to_thread.",
-                    lag,
-                )
 
 
 def _answering(

@@ -42,6 +42,8 @@ from glm5_jax.weights import huggingface_export, loading
 _SHARED_MEMORY = pathlib.Path("/dev/shm")
 _START_SECONDS = 900.0  # for the servers to load and compile
 _ANSWER_SECONDS = 10.0  # of servers that somebody else keeps
+_TURN_SECONDS = 60.0  # in which the orchestrator says at least that it goes on
+_LATE_SECONDS = 300.0  # after them, when its event loop is blocked
 _END_SECONDS = 15.0
 _POLL_SECONDS = 0.1
 _LAST_LINES = 20  # that are shown of a process that ended
@@ -107,7 +109,7 @@ class EngineProcesses:
         Raises:
           ActorError: no episode advances, or the servers failed again and again.
         """
-        found = self._ask("/take", {"version": version}, seconds=None)
+        found = self._wait_for("/take", {"version": version})
         metrics = {f"rollout/{name}": n for name, n in found["counts"].items()}
         metrics |= {f"groups/{name}": n for name, n in found["ledger"].items()}
         metrics |= found["figures"]
@@ -118,9 +120,7 @@ class EngineProcesses:
 
     def evaluate(self) -> Sequence[episodes_lib.Episode]:
         """Plays the held-out tasks beside the other episodes."""
-        return trajectories.all_from_json(
-            self._ask("/evaluate", {}, seconds=None)["episodes"]
-        )
+        return trajectories.all_from_json(self._wait_for("/evaluate", {})["episodes"])
 
     def memory(self, version: int) -> Mapping[str, Any]:
         """Returns which groups are done, and which must begin again."""
@@ -224,14 +224,27 @@ class EngineProcesses:
             f"{self._last_lines(name)}"
         )
 
-    def _ask(self, path: str, body: Any, seconds: float | None = 900.0) -> Any:
+    def _wait_for(self, path: str, body: dict[str, Any]) -> Any:
+        """Returns the orchestrator's answer, for which episodes must end before."""
+        body, found = {**body, "seconds": _TURN_SECONDS}, {"is_ready": False}
+        while not found.get("is_ready", True):
+            found = self._ask(path, body, _TURN_SECONDS + _LATE_SECONDS)
+        return found
+
+    def _ask(self, path: str, body: Any, seconds: float = 900.0) -> Any:
         """Returns the orchestrator's answer.
 
         Raises:
-          ActorError: it fails, or has ended.
+          ActorError: it fails, has ended, or does not answer in time.
         """
         try:
             status, answer = _request(self._port, "POST", path, body, seconds)
+        except TimeoutError as error:
+            raise ActorError(
+                f"the orchestrator has not answered for {seconds:g} s, so its event "
+                f"loop is blocked, as by an environment that computes or waits outside "
+                f"of asyncio.to_thread: {self._last_lines('orchestrator')}"
+            ) from error
         except (OSError, http.client.HTTPException) as error:
             raise ActorError(
                 f"the orchestrator is lost ({error!r}): "
@@ -290,7 +303,7 @@ def _require_servers(url: str) -> None:
 
 
 def _request(
-    port: int, method: str, path: str, body: Any, seconds: float | None
+    port: int, method: str, path: str, body: Any, seconds: float
 ) -> tuple[int, Any]:
     """Returns status and JSON of an answer from this machine."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=seconds)
