@@ -280,7 +280,8 @@ class Router:
     states: list[str]
     takes: bool = True
     refusal: int = 500
-    metrics: str = ""
+    metrics: str = "glm5_jax_weights_version 0"
+    silent: list = dataclasses.field(default_factory=list)  # statuses of /metrics first
     told: list = dataclasses.field(default_factory=list)
 
     def routes(self):
@@ -306,7 +307,10 @@ class Router:
             return web.json_response({})
 
         async def metrics(request):
-            return web.Response(text=self.metrics)
+            status = self.silent.pop(0) if self.silent else None
+            if status is None:
+                return web.Response(text=self.metrics)
+            return web.Response(text="other 1" if status == 200 else "", status=status)
 
         paths = (fleet_lib.START, fleet_lib.UPDATE, fleet_lib.FINISH)
         return [
@@ -380,7 +384,6 @@ class FleetTest(parameterized.TestCase):
         ((3,), 3, 4, 5),  # they may still draw with it
         ((2,), 3, 3, 4),
         ((0,), 0, 0, 1),  # servers that nobody has used
-        ((), 3, 3, 4),
     )
     def test_versions_of_servers_increase(self, had, version, first, second):
         """As their /metrics tell, alone or behind a router."""
@@ -473,6 +476,12 @@ class FleetTest(parameterized.TestCase):
         routes += [("GET", fleet_lib.REPLICAS, replicas)]
         routes += [("POST", fleet_lib.REPLICAS, tell)]
 
+        async def metrics(request):
+            version = 5 if found else 0
+            return web.Response(text=f"glm5_jax_weights_version {version}")
+
+        routes += [("GET", fleet_lib.METRICS, metrics)]
+
         async def run():
             async with served(*routes) as (url, session):
                 fleet = fleet_lib.Fleet(session, url)
@@ -534,6 +543,50 @@ class FleetTest(parameterized.TestCase):
             asyncio.run(run())
         self.assertGreaterEqual(len(router.told), 6)
         self.assertEqual({path for path, _ in router.told[3:6]}, {*UPDATES})
+
+    @parameterized.parameters(500, 200)
+    def test_servers_that_tell_no_version_are_asked_again(self, status):
+        """A busy server's is left out of what a router tells."""
+        name = "glm5_jax_weights_version"
+        router = Router(["ready"], metrics=f"{name} 7", silent=[status])
+
+        async def run():
+            async with served(*router.routes()) as (url, session):
+                fleet = fleet_lib.Fleet(session, url)
+                await fleet.publish("a", 5, seconds=9.0)
+                router.silent = [status]
+                await fleet.publish("b", 6, seconds=9.0)
+                return fleet.ahead
+
+        self.assertEqual(asyncio.run(run()), 3)
+        told = [body for path, body in router.told if path == fleet_lib.FINISH]
+        self.assertEqual([body["weight_version"] for body in told], [8, 9])  # once each
+
+    @parameterized.parameters(500, 200)
+    def test_silence_is_not_taken_for_a_version(self, status):
+        router = Router(["ready"])
+
+        async def run():
+            async with served(*router.routes()) as (url, session):
+                fleet = fleet_lib.Fleet(session, url)
+                await fleet.publish("a", 5, seconds=9.0)
+                router.silent, router.takes = [status] * 1000, False
+                await fleet.publish("b", 6, seconds=0.3)
+
+        with self.assertRaisesRegex(completer.EngineError, "version 6.*tell.*/metrics"):
+            asyncio.run(run())
+
+    def test_servers_that_never_tell_their_version_end_the_run(self):
+        router = Router(["ready"], silent=[200] * 1000)
+
+        async def run():
+            async with served(*router.routes()) as (url, session):
+                await fleet_lib.Fleet(session, url).publish("a", 5, seconds=0.3)
+
+        words = "tell.*at /metrics"
+        with self.assertRaisesRegex(completer.EngineError, words):
+            asyncio.run(run())
+        self.assertEmpty(router.told)
 
     def test_a_version_that_no_server_takes_is_an_error(self):
         router = Router(["unfit", "down"], takes=False)

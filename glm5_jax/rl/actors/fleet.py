@@ -66,7 +66,7 @@ class Fleet:
         deadline = time.monotonic() + seconds
         async with self._publishing:
             if self._current is None:
-                last = await self._last_version() or 0
+                last = await self._first_version(deadline)
                 self.ahead = last + 1 - version if 0 < last >= version else 0
             # At once: a server that starts now must not get the version before.
             self._current = folder, version
@@ -76,13 +76,17 @@ class Fleet:
                     f"the servers behind {self._url} refuse version {version} "
                     f"({status}): {answer}"
                 )
-            while not await self._has_current():
+            while True:
+                is_in_service = await self._is_in_service()
+                last = await self._last_version() if is_in_service else None
+                if last is not None and last >= version + self.ahead:
+                    return
                 if time.monotonic() > deadline:
                     raise completer.EngineError(
                         f"no server behind {self._url} has taken version {version} "
-                        f"in {seconds:g} s."
+                        f"in {seconds:g} s: those in service tell {last} at {METRICS}."
                     )
-                if await self._is_in_service():  # and none of them took it
+                if last is not None:  # none of them took it
                     await asyncio.sleep(_AGAIN_SECONDS)
                     await self._push()
                 else:
@@ -93,13 +97,22 @@ class Fleet:
         """Returns whether a server is in service, with whatever version."""
         return any(r["state"] == _READY for r in await self.replicas())
 
-    async def _has_current(self) -> bool:
-        """Returns whether a server is in service with the current version."""
-        assert self._current is not None
-        if not await self._is_in_service():
-            return False
-        last = await self._last_version()
-        return last is None or last >= self._current[1] + self.ahead
+    async def _first_version(self, deadline: float) -> int:
+        """Returns the version of the servers in service; 0 if none is.
+
+        Raises:
+          EngineError: they have not told it at the deadline.
+        """
+        while (last := await self._last_version()) is None:
+            if not await self._is_in_service():
+                return 0
+            if time.monotonic() > deadline:
+                raise completer.EngineError(
+                    f"the servers behind {self._url} do not tell the version of their "
+                    f"weights at {METRICS}, as those of python -m glm5_jax.serve do."
+                )
+            await asyncio.sleep(_POLL_SECONDS)
+        return last
 
     async def repair(self, seconds: float) -> None:
         """Gives servers that missed a version the current one, until cancelled.
@@ -179,7 +192,10 @@ class Fleet:
         return failed or (200, None)
 
     async def _last_version(self) -> int | None:
-        """Returns the latest version that a server in service has; None: none tells."""
+        """Returns the latest version that servers in service tell of; None: none does.
+
+        Of a busy one, a router tells nothing.
+        """
         status, text = await self._ask("GET", self._url + METRICS, is_json=False)
         found = _VERSION.findall(text) if status == 200 else ()
         return max((int(float(number)) for number in found), default=None)
