@@ -43,7 +43,7 @@ def get_config() -> ml_collections.ConfigDict:
             rows_per_step=64,
             max_new_tokens=16384,  # a turn's, as in the paper's SWE-bench
             max_turns=200,
-            slots=512,
+            slots=768,  # of all servers: twice as many episodes may be under way
             step_timeout_seconds=600.0,  # planned: at most 276 s
             answer_timeout_seconds=1200.0,  # planned: 293 s, and as long for a slot
             episode_timeout_seconds=7200.0,  # planned: 88 minutes, half of it waiting

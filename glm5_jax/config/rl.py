@@ -43,7 +43,8 @@ class RLConfig:
     max_new_tokens: int = 1024  # longest turn of the model, in tokens
     max_turns: int = 8  # most turns of an episode
     temperature: float = 1.0  # temperature of sampling, in rollouts and evaluations
-    slots: int = 32  # sequences that the engine decodes at once
+    # Sequences that an engine decodes at once; with rl.servers, that all of them do.
+    slots: int = 32
     prefill_chunk: int = 256  # tokens of a prompt that the engine reads at once
     # Pages of 64 tokens of the engine's cache, so that a group's prompt is read once.
     # 0: each slot has the rows of a longest episode.

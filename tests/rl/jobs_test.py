@@ -67,6 +67,14 @@ class JobsTest(parameterized.TestCase):
         self.assertEqual(jobs.settings(RL), wanted)
         self.assertEqual(jobs.most_dropped(RL), 24)
 
+    def test_each_engine_has_slots_of_its_own(self):
+        """Those that somebody else keeps have rl.slots together."""
+        engines = dataclasses.replace(RL, num_engines=3)
+        self.assertEqual(jobs.settings(engines).num_concurrent, 42)
+        others = {"servers": "http://a:1", "weights_store": "/tmp"}
+        others = dataclasses.replace(RL, **others)
+        self.assertEqual(jobs.settings(others).num_concurrent, 14)
+
     def test_nothing_that_may_take_so_long_is_a_stall(self):
         """A call and an answer; of an agent, a whole episode, and its end."""
         taskset = faults.FaultyTaskset(faults.Fault.NONE)

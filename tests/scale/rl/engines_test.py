@@ -11,6 +11,7 @@ from absl.testing import parameterized
 
 from glm5_jax import command_line, presets
 from glm5_jax import config as config_lib
+from glm5_jax.rl import jobs
 from glm5_jax.rl.weight_store import coding
 from glm5_jax.scale import slice_devices
 from glm5_jax.scale.estimate import decoding, serving
@@ -66,6 +67,9 @@ class LimitsTest(parameterized.TestCase):
         rl, kinds = config.rl, {kind: tasks.KINDS[kind]}
         limits = tasks.Limits.of(config)
         drawn = tasks.Mixture(kinds=kinds, shares={kind: 1.0}, limits=limits)
+        staleness = rl.max_staleness if config.stage == "async_rl" else 0
+        admitted = (staleness + 1) * rl.prompts_per_step * rl.group_size
+        self.assertGreaterEqual(jobs.settings(rl).num_concurrent, admitted)
         engine = engines.make(config, drawn, "v5p")
         token = engine.step_seconds(engine.slots)
         self.assertGreater(rl.answer_timeout_seconds, 2 * token * rl.max_new_tokens)
