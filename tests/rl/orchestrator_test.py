@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import dataclasses
 import random
 import time
 from unittest import mock
@@ -12,6 +13,7 @@ from glm5_jax.environments import protocol
 from glm5_jax.inference import requests
 from glm5_jax.rl import completer
 from glm5_jax.rl import episodes as episodes_lib
+from glm5_jax.rl.actors import failing
 from glm5_jax.rl.actors import groups as groups_lib
 from glm5_jax.rl.actors import orchestrator as orchestrator_lib
 from tests import environment
@@ -125,6 +127,18 @@ async def learn(orchestrator, engine, num_steps):
         playing.cancel()
         await asyncio.wait({playing})
     return steps, staleness
+
+
+async def take(orchestrator, num_steps):
+    """Takes and publishes, whatever is in the groups."""
+    playing = asyncio.create_task(orchestrator.run())
+    try:
+        for step in range(num_steps):
+            await orchestrator.take(STALL)
+            orchestrator.published(step + 1)
+    finally:
+        playing.cancel()
+        await asyncio.wait({playing})
 
 
 class OrchestratorTest(parameterized.TestCase):
@@ -425,6 +439,43 @@ class OrchestratorTest(parameterized.TestCase):
         steps, _ = asyncio.run(learn(make(engine, taskset, groups), engine, 8))
         self.assertLen({i for step in steps for i in step}, 8)
         self.assertGreater(groups.ledger()["dropped_invalid"], 0)
+
+    def test_a_kind_of_task_that_always_fails_is_paused(self):
+        class Half(Lucky):
+            """Tasks of two tags, of which one crashes."""
+
+            def task(self, split, seed, index):
+                tag = "bad" if index % 2 else "good"
+                return dataclasses.replace(super().task(split, seed, index), tag=tag)
+
+            def environment(self):
+                made = super().environment()
+                reset = made.reset
+
+                async def crashing(task):
+                    if task.tag == "bad":
+                        raise faults.FaultError("no service")
+                    return await reset(task)
+
+                made.reset = crashing
+                return made
+
+        engine, groups = Engine(), groups_lib.Groups(4, 1, max_dropped=12)
+        made = make(engine, Half(), groups)
+        steps, _ = asyncio.run(learn(made, engine, 20))
+        self.assertEqual({len(step) for step in steps}, {4})
+        ledger = collections.Counter(groups.ledger())
+        self.assertBetween(ledger["dropped_invalid"], 16, 16 + 8)
+        self.assertGreater(ledger["dropped_paused"], 30)
+        begun = ledger.pop("begun")
+        self.assertEqual(begun, sum(ledger.values()))
+
+    def test_a_run_all_of_whose_environments_fail_ends(self):
+        engine, groups = Engine(), groups_lib.Groups(4, 1, max_dropped=12)
+        taskset = faults.FaultyTaskset(faults.Fault.CRASH_IN_RESET)
+        with self.assertRaisesRegex(failing.FailingError, "crash in reset"):
+            asyncio.run(take(make(engine, taskset, groups), 100))
+        self.assertBetween(groups.ledger()["dropped_invalid"], 64, 64 + 8)
 
     def test_a_silent_engine_is_reported(self):
         engine = Engine(seconds=lambda: faults.NEVER)

@@ -141,6 +141,15 @@ class Groups(Generic[T]):
         self._running(index)
         self._drop(index, reason)
 
+    def skip(self, index: int) -> None:
+        """Ends a running group of which nothing was played.
+
+        `ledger` counts it as dropped_paused; a step waits for another one.
+        """
+        self._running(index)
+        del self._groups[index]
+        self._counts["dropped_paused"] += 1
+
     def restart(self, index: int) -> None:
         """Ends a running group whose worker died; it begins again with new weights."""
         self._running(index)

@@ -17,6 +17,7 @@ from absl import logging
 from glm5_jax.inference import requests
 from glm5_jax.rl import advantages, completer
 from glm5_jax.rl import episodes as episodes_lib
+from glm5_jax.rl.actors import failing
 from glm5_jax.rl.actors import groups as groups_lib
 from glm5_jax.rl.actors import window as window_lib
 
@@ -65,6 +66,7 @@ class Orchestrator:
         self._context = dataclasses.replace(context, engine=self._engine)
         self._jobs, self._drop_equal = jobs, drop_equal
         self.groups = groups
+        self._failing = failing.Failing()
         self.num_running = 0  # episodes
         self._num_failures = 0  # errors of the engines in a row
         self._epoch = (
@@ -80,6 +82,7 @@ class Orchestrator:
 
         Raises:
           EngineError: the engines failed MAX_FAILURES times in a row.
+          FailingError: nearly all environments fail.
           Exception: of a taskset that makes no task.
         """
         try:
@@ -147,12 +150,13 @@ class Orchestrator:
         """Begins a group if one may begin; returns its index and its episodes."""
         if self._num_retrying or self.num_running >= self.window.limit:
             return None
-        index = self.groups.begin()
-        if index is None:
-            return None
-        jobs = await asyncio.to_thread(self._jobs, index)
-        self.num_running += len(jobs)
-        return index, jobs
+        while (index := self.groups.begin()) is not None:
+            jobs = await asyncio.to_thread(self._jobs, index)
+            if not self._failing.is_paused(jobs[0].task.tag):
+                self.num_running += len(jobs)
+                return index, jobs
+            self.groups.skip(index)
+        return None
 
     async def _play(self, index: int, jobs: Jobs) -> None:
         """Plays the episodes of a group and judges them."""
@@ -196,7 +200,11 @@ class Orchestrator:
         return self.groups.take()
 
     def _judge(self, index: int, group: Group) -> None:
-        """Finishes a group, or drops one that teaches nothing."""
+        """Finishes a group, or drops one that teaches nothing.
+
+        Raises:
+          FailingError: nearly all environments fail.
+        """
         kept, counts = advantages.select(
             [group], group_size=len(group), drop_equal=self._drop_equal
         )
@@ -204,13 +212,16 @@ class Orchestrator:
         self._played.episodes.extend(group)
         self._played.unused.extend(e for e in group if id(e) not in used)
         self._played.counts.update(counts)
+        is_invalid = counts["dropped_invalid_groups"]
         if kept:
             found = (s.oldest_version for e in kept[0] for s in e.samples)
             oldest = min((v for v in found if v is not None), default=None)
             self.groups.finish(index, kept[0], oldest)
         else:
-            is_invalid = counts["dropped_invalid_groups"]
             self.groups.drop(index, "invalid" if is_invalid else "equal")
+        failed = [e for e in group if not e.label.is_scored] if is_invalid else []
+        reason = f"{failed[0].label.value}: {failed[0].reason}" if failed else ""
+        self._failing.note(group[0].task.tag, reason)
 
     async def _failed(self, error: completer.EngineError, epoch: int) -> None:
         """Waits before a group begins again; no other one begins meanwhile.
