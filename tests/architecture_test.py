@@ -88,8 +88,9 @@ MAX_COLUMNS = 88
 # The episodes that a run keeps take 1, forgetting the moments of a step takes 1.
 # The terms that keep a policy near another one or random take 3, packed episodes 1.
 # Servers of others take 2, with the folder of their weights. A critic takes 6,
-# teachers 1. Copies on hosts take 2. Limits of an answer and of an episode take 2.
-MAX_CONFIG_FIELDS = 207
+# teachers 1. Copies on hosts take 2. Limits of an answer and of an episode take 2, and
+# reading again what older weights have read 1.
+MAX_CONFIG_FIELDS = 208
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "misc"}
 
 

@@ -101,6 +101,9 @@ class RLConfig:
     # Most versions between the weights that begin a group of episodes and those that
     # learn from it, in stage async_rl; 0: nothing is played while the model learns.
     max_staleness: int = 4
+    # Read the text of episodes that are under way again with new weights, in stage
+    # async_rl: tokens are then as old as the weights that draw them, and no older.
+    clears_cache: bool = False
     # Servers of this machine that sample in stage async_rl, each a process of its own;
     # 0: an engine in the trainer's process.
     num_engines: int = 0

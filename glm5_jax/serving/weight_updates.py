@@ -45,6 +45,7 @@ class FinishBody(bodies.Body):
 
     weight_version: int | str | None = None  # None takes the next one
     update_info: UpdateInfo | None = None  # what must have been read; None: whatever
+    clear_cache: bool = False  # running requests read their tokens again
 
 
 class Updates:
@@ -124,8 +125,13 @@ class Updates:
                 409, f"Other weights have been read; send {START} and {UPDATE} again."
             )
         version = self._version(body.weight_version)
-        taken = self._model.service.call(lambda at: coming.publish(at, version))
-        await asyncio.wrap_future(taken)
+
+        def take(engine: Any) -> None:
+            coming.publish(engine, version)
+            if body.clear_cache:
+                engine.clear_cache()
+
+        await asyncio.wrap_future(self._model.service.call(take))
         self._has_started, self._coming = False, None
         logging.info("The weights are now of version %d.", version)
         return {"status": "finished", "weight_version": version}

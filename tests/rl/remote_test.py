@@ -406,6 +406,18 @@ class FleetTest(parameterized.TestCase):
             versions = [body["weight_version"] for body in told]
             self.assertEqual(versions, [first, second])
 
+    @parameterized.parameters(False, True)
+    def test_servers_are_told_whether_to_read_every_text_again(self, clears):
+        router = Router(["ready"])
+
+        async def run():
+            async with served(*router.routes()) as (url, session):
+                await fleet_lib.Fleet(session, url, clears_cache=clears).publish("a", 5)
+
+        asyncio.run(run())
+        (body,) = [body for path, body in router.told if path == fleet_lib.FINISH]
+        self.assertEqual(body.get("clear_cache"), clears or None)
+
     def test_servers_of_another_model_end_the_run_at_once(self):
         router = Router(["ready"], takes=False, refusal=400)
 

@@ -17,7 +17,7 @@ from absl.testing import parameterized
 from glm5_jax.inference import engine, service
 from glm5_jax.inference.limits import Limits
 from glm5_jax.rl.weight_store import writer
-from glm5_jax.serving import new_weights, served, token_ids
+from glm5_jax.serving import new_weights, served, token_ids, weight_updates
 from glm5_jax.weights import huggingface_export
 from tests import environment
 from tests.inference import engine_test
@@ -179,6 +179,40 @@ class UpdateTest(server_test.ClientTest):
         with mock.patch.object(new_weights, "time", clock):
             self.assertEqual(self.update(self.version), (200, {"status": "read"}))
         self.assertEqual(self.post("/finish_weight_update")[0], 200)
+
+
+class ClearTest(parameterized.TestCase):
+    @parameterized.parameters(False, True)
+    def test_the_cache_is_cleared_with_the_new_weights(self, clears):
+        """In one command of the engine, so that no token is drawn between the two."""
+        done, num_commands = [], []
+
+        def call(act):
+            num_commands.append(1)
+            engine = mock.Mock(clear_cache=lambda: done.append("clear"))
+            result = futures.Future()
+            result.set_result(act(engine))
+            return result
+
+        own = mock.Mock(call=call)
+        model = mock.Mock(spec=served.Served, weights_root=pathlib.Path("/"))
+        model.service = own
+        coming = mock.Mock(publish=lambda engine, version: done.append(version))
+        read = {"path": "weights"}
+
+        async def run():
+            updates = weight_updates.Updates(model)
+            updates.start()
+            await updates.update(weight_updates.UpdateBody(update_info=read))
+            num_commands.clear()
+            await updates.finish(
+                weight_updates.FinishBody(weight_version=4, clear_cache=clears)
+            )
+
+        with mock.patch.object(new_weights, "begin", return_value=coming):
+            asyncio.run(run())
+        self.assertEqual(done, [4, "clear"] if clears else [4])
+        self.assertLen(num_commands, 1)
 
 
 class ExpertsTest(parameterized.TestCase):

@@ -1,6 +1,7 @@
 """Held-out tasks of which no two are alike, and rollouts with pages of the cache."""
 
 import dataclasses
+from unittest import mock
 
 import numpy as np
 from absl.testing import parameterized
@@ -9,6 +10,7 @@ from glm5_jax import config as config_lib
 from glm5_jax import environments
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.chat import templates
+from glm5_jax.inference import engine as engine_lib
 from glm5_jax.rl import episodes, held_out
 from glm5_jax.training.feeds import player
 from tests import environment
@@ -49,6 +51,35 @@ class LongPrompts(rl_runs.Lottery):
 def template_of(config):
     tokenizer = tokenizer_lib.for_corpus(config.data, [])
     return templates.make_template(config.data, tokenizer)
+
+
+class PublishTest(parameterized.TestCase):
+    @parameterized.parameters((False, 1, 0), (True, 1, 1), (True, 0, 0))
+    def test_texts_that_are_under_way_are_read_again(self, clears, pending, cleared):
+        """Only where requests run: the cache of others is not kept for new weights."""
+        config = rl_runs.make_async(1, {"clears_cache": clears})
+        plays = player.Player(config, rl_runs.Lottery(), template_of(config))
+        engine = mock.Mock(spec=engine_lib.Engine, version=3, num_pending=pending)
+        plays._service = mock.Mock(
+            call=lambda act: mock.Mock(result=lambda: act(engine))
+        )
+        with mock.patch.object(player.publisher, "publish") as publish:
+            plays.publish({}, 3, "same")
+            self.assertEqual(publish.call_count, 1 - pending)
+            engine.clear_cache.assert_not_called()
+            engine.version = 2
+            plays.publish({}, 3, "same")
+            self.assertEqual(publish.call_count, 2 - pending)
+        self.assertEqual(engine.clear_cache.call_count, cleared)
+
+    @parameterized.parameters("rl", "distill")
+    def test_between_steps_there_is_nothing_to_read_again(self, stage):
+        teachers = ("a",) if stage == "distill" else ()
+        rl = {"clears_cache": True, "teachers": teachers}
+        with self.assertRaisesRegex(
+            config_lib.InputError, "rl.clears_cache must be false in stage"
+        ):
+            rl_runs.make_config(rl, stage=stage)
 
 
 class PagesTest(parameterized.TestCase):

@@ -64,6 +64,11 @@ def own_engine_rules(config: record.Config) -> list[record.Rule]:
             f"rl.{name} must not be set in stage {config.stage!r}, got {got!r}: its "
             f"episodes are played by the trainer's own engine. Set stage='async_rl'.",
         ),
+        (
+            not config.rl.clears_cache,
+            f"rl.clears_cache must be false in stage {config.stage!r}, got true: no "
+            f"episode is under way when weights change. Set stage='async_rl'.",
+        ),
     ]
 
 

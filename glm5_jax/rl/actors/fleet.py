@@ -33,13 +33,17 @@ _VERSION = re.compile(r"^glm5_jax_weights_version(?:\{.*\})? (\S+)$", re.MULTILI
 class Fleet:
     """The servers behind a router."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, url: str, *, clears_cache: bool = False
+    ) -> None:
         """Asks nothing yet.
 
         Args:
           session: with the key of the servers among its headers, if they have one.
           url: of the router.
+          clears_cache: whether servers read with a version what an older one has read.
         """
+        self._more = {"clear_cache": True} if clears_cache else {}
         self._session, self._url = session, url.rstrip("/")
         self._current: tuple[str, int] | None = None  # folder and version
         self._publishing = asyncio.Lock()
@@ -180,7 +184,7 @@ class Fleet:
             (START, {}),
             (UPDATE, info),
             # By name: a server may have missed the two, and hold an older version.
-            (FINISH, {"weight_version": version + self.ahead, **info}),
+            (FINISH, {"weight_version": version + self.ahead, **info, **self._more}),
         ):
             status, answer = await self._ask("POST", self._url + path, body, replica)
             if status != 200:

@@ -94,7 +94,9 @@ class Process:
             connector=connector, headers=headers
         ) as session:
             rl = self._config.rl
-            self._fleet = fleet_lib.Fleet(session, self._servers)
+            self._fleet = fleet_lib.Fleet(
+                session, self._servers, clears_cache=rl.clears_cache
+            )
             self._ask_capacity = functools.partial(
                 remote.capacity_of, session, self._servers
             )

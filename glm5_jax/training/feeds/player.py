@@ -55,7 +55,9 @@ class Player:
         config, rl = self._config, self._config.rl
         if self._service is not None:
             self._service.call(
-                lambda engine: _publish_again(engine, params, version, weights)
+                lambda engine: _publish_again(
+                    engine, params, version, weights, rl.clears_cache
+                )
             ).result()
             return
         if self._engine is None:
@@ -130,11 +132,15 @@ def _publish_again(
     params: dict,
     version: int,
     weights: config_lib.RolloutWeights,
+    clears_cache: bool,
 ) -> None:
     """Publishes weights, unless requests are running with this very version.
 
     If none is, the slots are emptied, so that rollouts do not depend on an evaluation
     before them.
     """
-    if version != engine.version or not engine.num_pending:
+    is_new = version != engine.version
+    if is_new or not engine.num_pending:
         publisher.publish(engine, params, version, weights)
+    if clears_cache and is_new and engine.num_pending:
+        engine.clear_cache()
