@@ -49,7 +49,7 @@ def get_config() -> ml_collections.ConfigDict:
             max_turns=4,
             slots=128,
             dynamic_sampling=True,
-            max_start_success=0.9,
+            max_start_success=0.9,  # the SFT ends at 75% or a little above
         ),
     )
     return command_line.to_config_dict(config)

@@ -72,8 +72,8 @@ class Stream:
     def evaluate(self, params: dict, position: int) -> dict[str, float]:
         """Returns success on held-out tasks, while other episodes continue.
 
-        No group begins meanwhile, so that without staleness the engine plays nothing
-        else, as in rounds.py.
+        Without staleness no group is under way between two steps, so the engine plays
+        nothing else, as in rounds.py. With it groups begin meanwhile, too.
 
         The engines sample with the weights of rollouts, also where these are rounded
         (rl.rollout_weights).
