@@ -278,11 +278,11 @@ class OrchestratorTest(parameterized.TestCase):
 
     def test_groups_that_fail_at_once_are_one_failure(self):
         """As when an engine is lost while many groups are played."""
-        flags = iter([True] * 12 * GROUP_SIZE)
-        engine = Engine(lambda: 0.01, lambda: next(flags, False))
         groups = groups_lib.Groups(12, 1)
+        engine = Gathering(12 * GROUP_SIZE)
+        engine.fails = lambda: not groups.ledger().get("restarted")
         made = make(engine, Lucky(), groups, num_concurrent=12 * GROUP_SIZE)
-        with mock.patch.object(orchestrator_lib, "_RETRY_SECONDS", 0.01):
+        with mock.patch.object(orchestrator_lib, "_RETRY_SECONDS", 0.5):
             steps, _ = asyncio.run(learn(made, engine, 2))
         self.assertLen({i for step in steps for i in step}, 24)
         self.assertGreaterEqual(groups.ledger()["restarted"], 12)
