@@ -19,7 +19,8 @@ from glm5_jax.environments import sandbox
 from glm5_jax.environments.harbor import folder
 
 _SECONDS = 600.0  # of a command without a limit of its own
-_FOLDERS = ("/app", "/logs", "/solution", "/tests")
+_TESTS = "/tests"
+_FOLDERS = ("/app", "/logs", "/solution", _TESTS)
 _LOGS = ("/logs/agent", "/logs/artifacts", "/logs/verifier")
 _LIMITS = sandbox.Limits(
     seconds=_SECONDS, disk_bytes=512 * 2**20, output_bytes=2 * 2**20
@@ -115,8 +116,10 @@ class Bubblewrap(base.BaseEnvironment):
             await self._inner.run(f"chmod +x {shlex.quote(target_path)}")
 
     async def upload_dir(self, source_dir: pathlib.Path | str, target_dir: str) -> None:
-        """Copies a folder into the box."""
+        """Copies a folder into the box, whose processes end before the tests come."""
         source = pathlib.Path(source_dir)
+        if pathlib.PurePosixPath(target_dir).is_relative_to(_TESTS):
+            await self._inner.restart()  # an agent's shell may answer anything
         for path in sorted(p for p in source.rglob("*") if p.is_file()):
             await self.upload_file(path, f"{target_dir}/{path.relative_to(source)}")
 

@@ -211,7 +211,7 @@ class Episode:
         given = {**self._env(self.read.build.env), **self.read.settings.env}
         workdir = shlex.quote(self.read.workdir)
         await self.box.run(
-            f"{_exports(given)}{_LOGS}; mkdir -p {workdir}; cd {workdir}"
+            f"{_LOGS}; mkdir -p {workdir}; cd {workdir}; {_exports(given)}"
         )
 
     def _env(self, given: Mapping[str, str]) -> Mapping[str, str]:
@@ -251,30 +251,31 @@ class Episode:
         Raises:
             ValueError: they cannot be run, or take too long.
         """
-        await self._begin()
+        await self.box.restart()
         if (await self.box.run(_CLEAR)).exit_code != 0:
             raise ValueError("the agent's files cannot be removed from /tests or /logs")
-        await self._enter()
         try:
             for path, content in self.read.tests.items():
                 await self.box.write(f"/tests/{path}", content)
         except sandbox.BrokenError as error:  # the disk is full
             raise ValueError(str(error)) from error
+        programs = _programs(self.read.tests, "/tests")
+        await self.box.run(f"chmod +x /tests/test.sh{programs}")
+        await self._enter()  # last: the task's PATH may have programs of the agent
         exports = _exports(self.read.settings.verifier_env)
         seconds = min(self.read.settings.verifier_seconds, _MOST_SECONDS)
-        programs = _programs(self.read.tests, "/tests")
-        command = f"( {exports}chmod +x /tests/test.sh{programs}; /tests/test.sh )"
-        done = await self.box.run(command, seconds)
+        done = await self.box.run(f"( {exports}/tests/test.sh )", seconds)
         if done.is_timeout:
             raise ValueError("the tests take too long")
         return done.text()[-_KEPT_OUTPUT:]
 
     async def _rewards(self) -> Mapping[str, Any]:
-        """Returns what the tests wrote.
+        """Returns what the tests wrote, read by a shell that has run none of them.
 
         Raises:
             ValueError: it is nothing, or no numbers.
         """
+        await self.box.restart()
         for path in (_JSON, folder.REWARD):
             try:
                 text = (await self.box.read(path)).decode(errors="replace")

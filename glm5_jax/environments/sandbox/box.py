@@ -1,11 +1,15 @@
 """A box: a persistent shell, commands one after another, files in and out.
 
-The holder (bubblewrap.py, plain.py) reads a line and then runs the inner shell until it
-ends; the inner shell reads a command a line, with every byte escaped, and says with
-what code each ended. Both hear and speak over descriptor 0, a socket that commands do
-not have. So the end of a command is known although processes that it left in the
-background still hold its output, and nothing that a command prints can be mistaken for
-its end.
+The holder (bubblewrap.py, plain.py) runs the inner shell each time that it is told to,
+and says when the shell, and all that it started, has ended. It hears and speaks over a
+socket that no shell has. The inner shell reads a command a line, with every byte
+escaped, and answers with what code each ended, over pipes of its own (pipes.py). So the
+end of a command is known although processes that it left in the background still hold
+its output, and nothing that a command prints is mistaken for its end.
+
+A command runs in the inner shell itself, and may make it answer anything. So nobody
+trusts a shell that has run an agent's commands: `restart` ends it with all processes of
+the box, and the next one has nothing of it but the files.
 
 No Python code runs between fork and exec, so that a process with jax may start boxes.
 """
@@ -16,6 +20,7 @@ import dataclasses
 import math
 import os
 import pathlib
+import re
 import resource
 import shlex
 import shutil
@@ -28,18 +33,24 @@ from typing import Protocol, runtime_checkable
 
 from glm5_jax.environments.sandbox import image as image_lib
 from glm5_jax.environments.sandbox import limits as limits_lib
+from glm5_jax.environments.sandbox import pipes as pipes_lib
 from glm5_jax.environments.sandbox import processes
 
-_LOOP = """while IFS= read -r _line; do
+# Commands get neither end of the pipes; bash keeps theirs where no program has them.
+_LOOP = """exec 50>&3 3>&-
+while IFS= read -r _line; do
   printf -v _line %b "$_line"
-  eval "$_line" </dev/null
-  printf 'done %d\\n' $? >&0
+  eval "$_line" </dev/null 50>&-
+  printf 'done %d\\n' $? >&50
 done"""
 _SHELL = ["bash", "--noprofile", "--norc", "-c", _LOOP]
 _SECONDS_TO_START = 60.0  # on a machine that starts a thousand
 _SECONDS_TO_DIE = 10.0
+_SECONDS_TO_TRY = 0.1  # to end a shell that is starting
 _WATCH_SECONDS = 0.2  # between two looks at the memory
-_READ_BYTES = 2**16
+_ANSWER = re.compile(rb"done (\d{1,3})\n")
+_MOST_HEARD = 2**12  # bytes
+_READY, _ENDED = b"ready\n", b"ended\n"  # of the holder
 _ESCAPED = [f"\\x{byte:02x}" for byte in range(256)]
 for _byte in b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 ./-_=,:":
     _ESCAPED[_byte] = chr(_byte)
@@ -57,7 +68,7 @@ class Kind(Protocol):
         shell: list[str],
         limits: limits_lib.Limits,
     ) -> list[str]:
-        """Returns the command of a holder."""
+        """Returns the command of a holder; the pipes lie beside the room."""
         ...
 
     def confined(self, words: Sequence[str], binds: Sequence[str] = ()) -> list[str]:
@@ -65,7 +76,11 @@ class Kind(Protocol):
         ...
 
     def kill(self, pid: int) -> None:
-        """Ends what the holder's child started, and the inner shell before it."""
+        """Ends what the holder's child started, if it has started the inner shell."""
+        ...
+
+    def owner(self) -> int:
+        """Returns the number of the user that shells run as."""
         ...
 
 
@@ -100,55 +115,23 @@ class Result:
         return "\n".join(part.rstrip("\n") for part in parts if part) or NO_OUTPUT
 
 
-class _Stream:
-    """What comes through a pipe; all of it is read, so that no command waits."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._kept = bytearray()
-        self.num_bytes = 0
-        self._read, self.write = os.pipe()
-        os.set_blocking(self._read, False)
-        asyncio.get_running_loop().add_reader(self._read, self.drain)
-
-    def drain(self) -> None:
-        """Takes all that there is."""
-        with contextlib.suppress(BlockingIOError):
-            while chunk := os.read(self._read, _READ_BYTES):
-                self.num_bytes += len(chunk)
-                self._kept += chunk[: self._limit - len(self._kept)]
-                if len(chunk) < _READ_BYTES:
-                    return
-            asyncio.get_running_loop().remove_reader(self._read)  # no writer is left
-
-    def take(self) -> tuple[str, bool]:
-        """Returns the text since the last call, and whether it was cut."""
-        self.drain()
-        text = self._kept.decode(errors="replace")
-        is_cut = self.num_bytes > len(self._kept)
-        self._kept.clear()
-        self.num_bytes = 0
-        return text, is_cut
-
-    def close(self) -> None:
-        """Closes the end that is read."""
-        asyncio.get_running_loop().remove_reader(self._read)
-        os.close(self._read)
-
-
 class Box:
     """A started box; its methods must not run at the same time."""
 
     def __init__(
         self, kind: Kind, limits: limits_lib.Limits, folder: pathlib.Path
     ) -> None:
-        """Opens the pipes; `start` makes boxes."""
+        """Makes a box that is not started; `start` makes boxes."""
         self._kind, self._limits, self._folder = kind, limits, folder
-        self._out, self._err = (_Stream(limits.output_bytes) for _ in range(2))
-        self._said: asyncio.StreamReader | None = None
-        self._says: asyncio.StreamWriter | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: asyncio.subprocess.Process | None = None  # the holder
+        self._socket: socket.socket | None = None  # to the holder
+        self._heard = b""  # from the holder
+        self._pipes: pipes_lib.Pipes | None = None  # of the last inner shell
+        self._answer = b""  # of the inner shell, as far as it has come
         self._is_alive = False  # the inner shell
+        self._is_busy = False  # the inner shell, also for nobody who waits
+        self._waiter: asyncio.Future[int | None] | None = None
+        self._timer: asyncio.TimerHandle | None = None  # of the next look at the memory
 
     async def run(self, command: str, seconds: float | None = None) -> Result:
         """Runs a command of the shell, whose folder and variables stay for the next.
@@ -163,19 +146,22 @@ class Box:
         """
         began = time.monotonic()
         seconds = self._limits.seconds if seconds is None else seconds
-        self._out.take(), self._err.take()  # of processes in the background
-        if not self._is_alive:
-            self._send("start")
-            self._is_alive = True
-        self._send("".join(_ESCAPED[byte] for byte in command.encode()))
+        if self._is_busy:  # who waited for its last command was cancelled
+            await self._kill_shell()
+        pipes = self._pipes if self._pipes and self._is_alive else self._start_shell()
+        pipes.out.take(), pipes.err.take()  # of processes in the background
+        self._is_busy, self._answer = True, b""
+        pipes.tell(
+            "".join(_ESCAPED[byte] for byte in command.encode()).encode() + b"\n"
+        )
         code, is_timeout = None, False
         try:
             async with asyncio.timeout(seconds):
-                code = await self._watched_end()
+                code = await self._news()
         except TimeoutError:
             is_timeout = True
             await self._kill_shell()
-        (out, out_cut), (err, err_cut) = self._out.take(), self._err.take()
+        (out, out_cut), (err, err_cut) = pipes.out.take(), pipes.err.take()
         taken = time.monotonic() - began
         return Result(code, out, err, is_timeout, out_cut or err_cut, taken)
 
@@ -213,72 +199,62 @@ class Box:
     async def close(self) -> None:
         """Ends all processes and drops the files."""
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(TimeoutError, BrokenError):
                 await self._kill_shell()
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             await self._process.wait()
             self._process = None
-        if self._says is not None:
-            self._says.close()
-            with contextlib.suppress(ConnectionError):
-                await self._says.wait_closed()
-        self._out.close()
-        self._err.close()
+        if self._socket is not None:
+            asyncio.get_running_loop().remove_reader(self._socket)
+            self._socket.close()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._pipes is not None:
+            self._pipes.close()
+            self._pipes = None
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     async def _begin(self, command: list[str]) -> None:
         """Starts the holder."""
-        own, other = socket.socketpair()
+        self._socket, other = socket.socketpair()
+        self._socket.setblocking(False)
         with other:
-            self._said, self._says = await asyncio.open_connection(sock=own)
             self._process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=other.fileno(),
-                stdout=self._out.write,
-                stderr=self._err.write,
+                stdout=other.fileno(),
+                stderr=other.fileno(),
                 start_new_session=True,
             )
-        for end in (self._out.write, self._err.write):
-            os.close(end)
+        asyncio.get_running_loop().add_reader(self._socket, self._hear)
         async with asyncio.timeout(_SECONDS_TO_START):
-            said = await self._heard()
-        if said != b"ready\n":
-            raise BrokenError(f"the box did not start: {self._err.take()[0].strip()}")
+            await self._news()
 
-    async def _watched_end(self) -> int | None:
-        """Waits as `_end` does; ends all processes that take too much memory."""
-        if math.isinf(self._limits.resident_bytes):
-            return await self._end()
-        assert self._process is not None
-        end = asyncio.ensure_future(self._end())
+    def _start_shell(self) -> pipes_lib.Pipes:
+        """Has the holder start an inner shell, whose pipes it returns."""
+        assert self._socket is not None
+        if self._pipes is not None:
+            self._pipes.close()
+        self._pipes = pipes_lib.Pipes(
+            self._folder, self._kind.owner(), self._limits.output_bytes, self._listen
+        )
         try:
-            while not (await asyncio.wait({end}, timeout=_WATCH_SECONDS))[0]:
-                taken = processes.resident_bytes(self._process.pid)
-                if taken > self._limits.resident_bytes:
-                    self._kill_children()
-            return end.result()
-        finally:
-            end.cancel()
-
-    async def _end(self) -> int | None:
-        """Waits for the end of a command; returns its code, None if the shell ended."""
-        said = await self._heard()
-        if said.startswith(b"done "):
-            return int(said.split()[1])
-        self._is_alive = False
-        if said != b"ended\n":
-            raise BrokenError(f"the box has ended: {self._err.take()[0].strip()}")
-        return None
+            self._socket.send(b"start\n")
+        except OSError as error:
+            raise BrokenError("the box has ended") from error
+        self._is_alive = True
+        self._watch()
+        return self._pipes
 
     async def _kill_shell(self) -> None:
         """Ends the inner shell and all that it started."""
-        assert self._process is not None
-        if not self._is_alive:
-            return
-        self._kill_children()
         async with asyncio.timeout(_SECONDS_TO_DIE):
-            while await self._end() is not None:
-                pass
+            while self._is_alive:  # a shell that is only starting has no process yet
+                self._kill_children()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_SECONDS_TO_TRY):
+                        await self._news()
 
     def _kill_children(self) -> None:
         assert self._process is not None
@@ -286,16 +262,66 @@ class Box:
             with contextlib.suppress(ProcessLookupError):
                 self._kind.kill(pid)
 
-    def _send(self, line: str) -> None:
-        assert self._says is not None
-        self._says.write(line.encode() + b"\n")
+    def _watch(self) -> None:
+        """Ends all processes when they take too much memory."""
+        assert self._process is not None
+        if self._timer is not None:
+            self._timer.cancel()
+        if not self._is_alive or math.isinf(self._limits.resident_bytes):
+            return
+        taken = processes.resident_bytes(self._process.pid)
+        if taken > self._limits.resident_bytes:
+            self._kill_children()
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(_WATCH_SECONDS, self._watch)
 
-    async def _heard(self) -> bytes:
-        """Returns the next line of the holder or the inner shell, b"" at their end."""
-        assert self._said is not None
-        with contextlib.suppress(ConnectionError):
-            return await self._said.readline()
-        return b""
+    async def _news(self) -> int | None:
+        """Returns the code of a command, or None when the holder has said something.
+
+        Raises:
+            BrokenError: the holder has ended.
+        """
+        self._waiter = asyncio.get_running_loop().create_future()
+        return await self._waiter
+
+    def _tell(self, news: int | BrokenError | None) -> None:
+        if self._waiter is None or self._waiter.done():
+            return
+        if isinstance(news, BrokenError):
+            self._waiter.set_exception(news)
+        else:
+            self._waiter.set_result(news)
+
+    def _hear(self) -> None:
+        """Takes what the holder says: that it is ready, or that a shell has ended."""
+        assert self._socket is not None
+        try:
+            said = self._socket.recv(_MOST_HEARD)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            said = b""
+        self._heard = (self._heard + said)[-_MOST_HEARD:]
+        if not said:
+            asyncio.get_running_loop().remove_reader(self._socket)
+            why = self._heard.decode(errors="replace").strip()
+            self._is_alive = False
+            self._tell(BrokenError(f"the box has ended: {why}"))
+        elif self._heard.endswith((_READY, _ENDED)):
+            self._is_alive = self._is_busy = False
+            self._heard = b""
+            self._tell(None)
+
+    def _listen(self, said: bytes) -> None:
+        """Takes what the inner shell answers; if that is no code, a command did it."""
+        self._answer += said
+        if self._is_busy and (b"\n" in said or len(self._answer) > _MOST_HEARD):
+            found = _ANSWER.fullmatch(self._answer)
+            if found is None:
+                self._kill_children()
+            else:
+                self._is_busy = False
+                self._tell(int(found[1]))
 
 
 async def start(kind: Kind, image: image_lib.Image, limits: limits_lib.Limits) -> Box:
@@ -327,7 +353,7 @@ async def start(kind: Kind, image: image_lib.Image, limits: limits_lib.Limits) -
 
 
 def _allow_many_files() -> None:
-    """Raises the soft limit of open files: a box has three."""
+    """Raises the soft limit of open files: a box has five."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

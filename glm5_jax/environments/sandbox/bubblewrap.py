@@ -2,8 +2,10 @@
 
 Its processes, from the outside in: the holder, a shell script in a user namespace in
 which it may mount, mounts the files and starts bubblewrap for each life of the inner
-shell; bubblewrap makes the namespaces that commands run in. When the holder dies, the
-kernel ends all others and drops the files.
+shell; bubblewrap makes the namespaces that commands run in, and waits for the end of
+the shell, which the kernel delays until all other processes of them have ended. No
+command sees the holder or bubblewrap. When the holder dies, the kernel ends all others
+and drops the files.
 
 /work is a file system in memory, of Limits.disk_bytes. An image's folder lies below it
 as the lower layer of an overlay, so that it costs nothing to start with and is never
@@ -20,7 +22,7 @@ from collections.abc import Sequence
 
 from glm5_jax.environments.sandbox import image as image_lib
 from glm5_jax.environments.sandbox import limits as limits_lib
-from glm5_jax.environments.sandbox import processes
+from glm5_jax.environments.sandbox import pipes, processes
 
 # The user that root's boxes run as: the limit on processes does not bind root.
 _NOBODY = 65534
@@ -37,11 +39,11 @@ mkdir {room}/up {room}/aside {room}/work {room}/more
 {more}
 {fill}
 cp -R --preserve=mode,links,timestamps {stage}/. {room}/work/
-printf 'ready\\n' >&0
-exec 4>&2 2>/dev/null  # a shell tells what was killed
+printf 'ready\\n'
+exec 2>/dev/null  # a shell tells what was killed
 while IFS= read -r line; do
-  {bwrap} 2>&4 4>&- || true
-  printf 'ended\\n' >&0
+  {bwrap} {pipes} || true
+  printf 'ended\\n'
 done
 """
 _OVERLAY = (
@@ -87,8 +89,10 @@ def holder(
     for path in image.hidden:
         empty = ["--tmpfs", path, "--remount-ro", path]
         binds += empty if path.is_dir() else ["--ro-bind", room / "empty", path]
-    inner = ["bwrap", *_ISOLATED, *binds, "--bind", room / "work", "/work"]
-    inner += ["--chdir", "/work", *shell]
+    # The shell is the first process. Bubblewrap's own would be one that commands can
+    # trace: it then says outside that all have ended, and lets them live.
+    inner = ["bwrap", "--as-pid-1", *_ISOLATED, *binds]
+    inner += ["--bind", room / "work", "/work", "--chdir", "/work", *shell]
     fill = ":"
     if image.folder is not None:
         fill = _COPY if os.geteuid() == 0 else _OVERLAY
@@ -101,6 +105,7 @@ def holder(
         fill=fill,
         more=shlex.join(["mkdir", *map(str, more.values())]) if more else ":",
         bwrap=shlex.join(map(str, inner)),
+        pipes=pipes.redirections(room.parent),
     )
     # Set here, as the kernel also counts the processes of all boxes against the bound
     # that was in force when the namespace was made.
@@ -126,13 +131,17 @@ def confined(words: Sequence[str], binds: Sequence[str] = ()) -> list[str]:
 
 
 def kill(pid: int) -> None:
-    """Ends all processes of the namespace that a bubblewrap waits for.
+    """Ends all processes of the namespace that a bubblewrap waits for, if it has one.
 
-    The kernel ends its first process last. So a shell is never left behind that would
-    read what the next one should.
+    The kernel ends its first process last, and bubblewrap waits for that.
     """
-    for first in processes.children(pid) or [pid]:
+    for first in processes.children(pid):
         os.kill(first, signal.SIGKILL)
+
+
+def owner() -> int:
+    """Returns the number of the user that shells run as."""
+    return _NOBODY if os.geteuid() == 0 else os.geteuid()
 
 
 def missing() -> str:

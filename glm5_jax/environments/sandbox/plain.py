@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from glm5_jax.environments.sandbox import image as image_lib
 from glm5_jax.environments.sandbox import limits as limits_lib
+from glm5_jax.environments.sandbox import pipes
 
 _SCRIPT = """set -e
 ulimit -c 0
@@ -21,11 +22,11 @@ mkdir {room}/work
 {fill}
 cp -R {stage}/. {room}/work/
 cd {room}/work
-printf 'ready\\n' >&0
-exec 4>&2 2>/dev/null  # a shell tells what was killed
+printf 'ready\\n'
+exec 2>/dev/null  # a shell tells what was killed
 while IFS= read -r line; do
-  {shell} 2>&4 4>&- || true
-  printf 'ended\\n' >&0
+  {shell} {pipes} || true
+  printf 'ended\\n'
 done
 """
 
@@ -50,6 +51,7 @@ def holder(
         room=shlex.quote(str(room)),
         stage=shlex.quote(str(stage)),
         fill=fill,
+        pipes=pipes.redirections(room.parent),
         shell=f"env -i {environ} setsid --wait {shlex.join(shell)}",
     )
     return ["sh", "-c", script]
@@ -67,6 +69,11 @@ def kill(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:  # it leads no group yet
         os.kill(pid, signal.SIGKILL)
+
+
+def owner() -> int:
+    """Returns the number of the user that shells run as."""
+    return os.geteuid()
 
 
 def missing() -> str:

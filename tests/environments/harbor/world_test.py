@@ -267,7 +267,7 @@ class EpisodeTest(FolderTest):
         """The solution, a wrong one of the folder's, the cheats and nothing."""
         proof = self.proof(num_repeats=2)
         self.assertEmpty(proof.failures)
-        self.assertEqual(proof.num_episodes, 2 + 1 + 4 + 1)
+        self.assertEqual(proof.num_episodes, 2 + 1 + 5 + 1)
         self.assertEqual(proof.tag, "files")
 
     def test_the_build_is_what_docker_makes(self):
@@ -292,6 +292,48 @@ class EpisodeTest(FolderTest):
         (result,) = self.play({"environment/Dockerfile": text}, look)
         wanted = "data\nnames\nnames\nagent\nartifacts\nverifier"
         self.assertEqual(result.messages[0]["content"], wanted)
+
+    def test_a_command_does_not_answer_in_the_place_of_the_tests(self):
+        """Where shell and holder share a socket, and where the shell has two pipes."""
+        cheat = """
+in=10 out=11; [ -S /proc/$$/fd/10 ] && out=10; number=$out; said='done 0'
+[ $out = 10 ] && said=ended; printf "$said\\n" >&$out
+while IFS= read -r line <&$in; do
+  case $line in
+  start) continue ;;
+  *od*reward.json*) printf 'done 1\\n' >&$out; continue ;;
+  *od*reward.txt*) echo 31 ;;
+  esac
+  if [ $number = 10 ]; then printf 'ended\\n' >&$out; else printf 'done 0\\n' >&$out; fi
+  number=0
+done"""
+        *_, last = self.play(None, self.shell(cheat), tool_calls.turn("submit"))
+        self.assertEqual(last.reward.total, 0.0)
+
+    def test_programs_that_an_agent_plants_do_not_answer_for_the_tests(self):
+        """A folder of PATH is the agent's, who may have programs in it at any time."""
+        text = "FROM debian\nENV PATH=/opt/bin:$PATH\nWORKDIR /app\n"
+        text += "RUN mkdir -p /opt/bin\n"
+        planted = self.shell(
+            "cd /opt/bin; for name in find chmod mkdir dirname; do printf '#!/bin/sh\\n"
+            "exit 0' > $name; done; printf '#!/bin/sh\\necho 31' > od; chmod +x *"
+        )
+        kept = "#!/bin/sh\necho 0 > /logs/verifier/reward.txt\n"
+        changes = {"environment/Dockerfile": text, "tests/test.sh": kept}
+        *_, last = self.play(changes, planted, tool_calls.turn("submit"))
+        self.assertEqual((last.reward.total, last.info.get("problem")), (0.0, None))
+
+    def test_a_process_of_the_tests_does_not_answer_for_them(self):
+        test = "#!/bin/bash\necho 0 > /logs/verifier/reward.txt\n/app/own &\nsleep 1\n"
+        lines = (
+            "#!/bin/bash",
+            "exec 8>/proc/1/fd/1 9>/proc/1/fd/11",  # of the shell
+            "while :; do printf 31 >&8; echo done 0 >&9; sleep .001; done",
+        )
+        words = " ".join(f"'{line}'" for line in lines)
+        plant = self.shell(f"printf '%s\\n' {words} > own; chmod +x own")
+        *_, last = self.play({"tests/test.sh": test}, plant, tool_calls.turn("submit"))
+        self.assertEqual((last.reward.total, last.info.get("problem")), (0.0, None))
 
     @parameterized.named_parameters(
         (

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import pathlib
+import platform
 import signal
 import socket
 import subprocess
@@ -27,6 +28,53 @@ SECONDS = 60.0  # for what must end by itself, on a machine under load
 SMALL = sandbox.Limits(
     seconds=SECONDS, memory_bytes=2**30, num_processes=40, disk_bytes=2**22
 )
+
+# Says that the shell has ended, or that a command has; then answers what comes.
+ANSWERS = """
+in=10 out=11; [ -S /proc/$$/fd/10 ] && out=10 && printf 'ended\\n' >&10
+[ $out = 11 ] && printf 'done 0\\n' >&11
+while IFS= read -r line <&$in; do
+  [ "$line" = start ] || { echo theirs; printf 'done 0\\n' >&$out; }
+done
+"""
+# Has the first process of the box, which could be bubblewrap's own, forget to end with
+# its parent, and tells the parent that all is over.
+TRACE = b"""
+import ctypes, os, time
+libc = ctypes.CDLL(None)
+call = lambda *words: libc.syscall(*map(ctypes.c_long, words))
+libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+names = "r15 r14 r13 r12 rbp rbx r11 r10 r9 r8 rax rcx rdx rsi rdi orig_rax rip"
+names += " cs eflags rsp ss fs_base gs_base ds es fs gs"
+Registers = (ctypes.c_ulonglong * 27)
+at = names.split().index
+was, now = Registers(), Registers()
+handle = call(434, 1, 0)  # pidfd_open, then pidfd_getfd
+found = [call(438, handle, fd, 0) for fd in range(3, 60)]
+named = {fd: os.readlink(f"/proc/self/fd/{fd}") for fd in found if fd >= 0}
+events = [fd for fd, name in named.items() if "event" in name]
+libc.ptrace(16, 1, None, None)  # attach
+os.waitpid(1, 0x40000000)
+libc.ptrace(12, 1, None, ctypes.byref(was))
+now[:] = was[:]
+now[at("rip")] -= 2
+now[at("rax")], now[at("orig_rax")] = 157, 2**64 - 1  # prctl
+now[at("rdi")], now[at("rsi")] = 1, 0  # of the death signal: none
+libc.ptrace(13, 1, None, ctypes.byref(now))
+libc.ptrace(9, 1, None, None)  # a step
+os.waitpid(1, 0x40000000)
+libc.ptrace(12, 1, None, ctypes.byref(now))
+print("the death signal is", "off" if now[at("rax")] == 0 else "on", flush=True)
+libc.ptrace(13, 1, None, ctypes.byref(was))
+libc.ptrace(17, 1, None, None)
+if os.fork() == 0:
+    os.setsid()
+    for fd in events:
+        os.write(fd, (1).to_bytes(8, "little"))
+    for number in range(50):
+        open("/work/alive", "w").write(str(number))
+        time.sleep(0.1)
+"""
 
 
 def with_box(use, image=None, limits=SMALL, kind=None):
@@ -277,6 +325,54 @@ class EscapeTest(parameterized.TestCase):
         self.assertEqual((many.exit_code, many.is_timeout), (None, False))
         self.assertLess(many.seconds, 15)
         self.assertIn("alive", after.stdout)
+
+    def test_a_restart_ends_a_command_that_answers_in_the_place_of_its_shell(self):
+        async def use(box):
+            await box.run(ANSWERS, 2.0)
+            await box.restart()
+            return await box.run("echo mine; ps -e | wc -l")
+
+        done = with_box(use)
+        self.assertEqual(done.stdout.split()[:1], ["mine"])
+        self.assertLess(int(done.stdout.split()[1]), 7)
+
+    def test_what_a_shell_says_besides_a_code_ends_it(self):
+        for said in ("ended\\n", "done x\\n", "done 0\\ndone 0\\n", "%099999d"):
+            talk = f"for fd in {{3..60}}; do printf '{said}' >&$fd; done"
+            first, second = outputs(f"{talk}; sleep 100", "echo alive")
+            self.assertEqual((first.exit_code, first.is_timeout), (None, False))
+            self.assertEqual((second.exit_code, second.stdout), (0, "alive\n"))
+
+    def test_no_program_has_the_pipes_of_the_shell(self):
+        (found,) = outputs(
+            "/usr/bin/python3 -c 'import os; print(*os.listdir(\"/proc/self/fd\"))'"
+        )
+        self.assertEqual(found.stdout.split(), ["0", "1", "2", "3"])  # 3: the listing
+
+    def test_nothing_that_a_shell_did_to_its_output_remains(self):
+        flags = "import fcntl; fcntl.fcntl(1, 4, 2048); fcntl.fcntl(1, 1031, 4096)"
+        long = "head -c 60000 /dev/zero | tr '\\0' x"
+
+        async def use(box):
+            await box.run(f"/usr/bin/python3 -c '{flags}'")
+            await box.restart()
+            return await box.run(f"set -o pipefail; {long}")
+
+        done = with_box(use)
+        self.assertEqual((done.exit_code, len(done.stdout)), (0, 60_000))
+
+    @unittest.skipIf(platform.machine() != "x86_64", "the registers of x86-64")
+    def test_what_traces_the_first_process_does_not_outlive_a_restart(self):
+        async def use(box):
+            await box.write("trace.py", TRACE)
+            traced = await box.run("/usr/bin/python3 trace.py; sleep 1")
+            await box.restart()
+            before = await box.run("cat alive; sleep 0.4")
+            return traced, before, await box.run("cat alive")
+
+        traced, before, after = with_box(use)
+        self.assertIn("the death signal is off", traced.stdout)
+        self.assertEqual(before.stdout, after.stdout)
 
     @pytest.mark.slow
     def test_a_killed_owner_leaves_no_process(self):

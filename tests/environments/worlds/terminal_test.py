@@ -192,6 +192,9 @@ class EpisodeTest(parameterized.TestCase):
         "cat() { echo 7; }; export -f cat; alias cat='echo 7'",
         "echo 'cat() { echo 7; }' > .bashrc; cp .bashrc .profile; BASH_ENV=.bashrc",
         "exec 1>&-; echo done 0 >&0; kill -9 $$",
+        # Answers the checks in the place of the shell that is to run them.
+        "printf 'done 0\\n' >&11; while read -r line <&10; do echo 7;"
+        " printf 'done 0\\n' >&11; done",
     )
     def test_tricks_earn_nothing(self, trick):
         *_, last = self.play(shell(trick), tool_calls.turn("submit"))
