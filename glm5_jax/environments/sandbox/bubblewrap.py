@@ -7,9 +7,11 @@ the shell, which the kernel delays until all other processes of them have ended.
 command sees the holder or bubblewrap. When the holder dies, the kernel ends all others
 and drops the files.
 
-/work is a file system in memory, of Limits.disk_bytes. An image's folder lies below it
-as the lower layer of an overlay, so that it costs nothing to start with and is never
-written. For root, whose files another user could not change in a layer, it is copied.
+All that a shell can write lies in one file system in memory, of Limits.disk_bytes:
+/work, which stays from one shell to the next, and /tmp, /dev/shm and the root folder,
+which are new for each. An image's folder lies below /work as the lower layer of an
+overlay, so that it costs nothing to start with and is never written. For root, whose
+files another user could not change in a layer, it is copied.
 """
 
 import os
@@ -33,8 +35,8 @@ _UNSHARE = (
     *("setpriv", "--pdeathsig", "KILL"),
 )
 _SCRIPT = """set -e
-mount -t tmpfs -o size={size},mode=755 tmpfs {room}
-mkdir {room}/up {room}/aside {room}/work {room}/more
+mount -t tmpfs -o size={size},nr_inodes={inodes},mode=755 tmpfs {room}
+mkdir {room}/up {room}/aside {room}/work {room}/more {life}
 : > {room}/empty
 {more}
 {fill}
@@ -42,6 +44,7 @@ cp -R --preserve=mode,links,timestamps {stage}/. {room}/work/
 printf 'ready\\n'
 exec 2>/dev/null  # a shell tells what was killed
 while IFS= read -r line; do
+  if [ -e {room}/life/root/usr ]; then rm -rf {room}/life; mkdir {life} || true; fi
   {bwrap} {pipes} || true
   printf 'ended\\n'
 done
@@ -62,8 +65,10 @@ _ISOLATED = (
     *("--symlink", "usr/lib64", "/lib64", "--proc", "/proc", "--dev", "/dev"),
     *("--ro-bind-try", "/etc/alternatives", "/etc/alternatives"),
     *("--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"),
-    *("--tmpfs", "/tmp", "--tmpfs", "/dev/shm"),
 )
+_BYTES_OF_A_FILE = 4096  # at least: bounds their number
+_LEAST_FILES = 4096
+_CONFINED_BYTES = 2**29  # of each of /tmp and /dev/shm of a program alone
 
 
 def holder(
@@ -89,10 +94,12 @@ def holder(
     for path in image.hidden:
         empty = ["--tmpfs", path, "--remount-ro", path]
         binds += empty if path.is_dir() else ["--ro-bind", room / "empty", path]
+    root, tmp, shm = life = [room / "life" / name for name in ("root", "tmp", "shm")]
     # The shell is the first process. Bubblewrap's own would be one that commands can
     # trace: it then says outside that all have ended, and lets them live.
-    inner = ["bwrap", "--as-pid-1", *_ISOLATED, *binds]
-    inner += ["--bind", room / "work", "/work", "--chdir", "/work", *shell]
+    inner = ["bwrap", "--as-pid-1", "--bind", root, "/", *_ISOLATED]
+    inner += ["--bind", tmp, "/tmp", "--bind", shm, "/dev/shm", "--remount-ro", "/dev"]
+    inner += [*binds, "--bind", room / "work", "/work", "--chdir", "/work", *shell]
     fill = ":"
     if image.folder is not None:
         fill = _COPY if os.geteuid() == 0 else _OVERLAY
@@ -100,6 +107,8 @@ def holder(
         fill = fill.format(folder=folder, room=at)
     script = _SCRIPT.format(
         size=limits.disk_bytes,
+        inodes=max(limits.disk_bytes // _BYTES_OF_A_FILE, _LEAST_FILES),
+        life=shlex.join(map(str, (room / "life", *life))),
         room=shlex.quote(str(room)),
         stage=shlex.quote(str(stage)),
         fill=fill,
@@ -127,7 +136,10 @@ def confined(words: Sequence[str], binds: Sequence[str] = ()) -> list[str]:
         binds: folders of this machine that it sees, read-only, where they exist.
     """
     seen = [word for path in binds for word in ("--ro-bind-try", path, path)]
-    return [*_as_user(), "bwrap", *_ISOLATED, *seen, *words]
+    for path in ("/tmp", "/dev/shm"):
+        seen += ["--size", str(_CONFINED_BYTES), "--tmpfs", path]
+    fixed = ("--remount-ro", "/dev", "--remount-ro", "/")
+    return [*_as_user(), "bwrap", *_ISOLATED, *seen, *fixed, *words]
 
 
 def kill(pid: int) -> None:

@@ -16,7 +16,8 @@ class Limits:
     # beyond it they end. Infinite where memory_bytes bounds it.
     resident_bytes: float = math.inf
     num_processes: int = 128  # at a time, the box's own four among them; bubblewrap's
-    # Of all files in /work; of one file without bubblewrap.
+    # Of all files in the box, also those in /tmp and /dev/shm; of one file without
+    # bubblewrap.
     disk_bytes: int = 256 * 2**20
     output_bytes: int = 64 * 2**10  # kept of each of a command's two streams
 

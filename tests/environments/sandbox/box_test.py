@@ -308,6 +308,45 @@ class EscapeTest(parameterized.TestCase):
         self.assertLessEqual(max(numbers, default=0), SMALL.num_processes + 2)
         self.assertIn("alive", after.stdout)
 
+    def test_all_that_a_box_can_write_has_one_bound(self):
+        folders = "/work / /tmp /etc /dev /dev/shm"
+        big = "for at in $folders; do head -c 3000000 /dev/zero > $at/big; done"
+        sizes = "for at in $folders; do stat -c %s $at/big; done"
+        many = "rm -f /*/big /big; cd /tmp; echo {1..9000} | xargs touch; ls | wc -l"
+        whole, numbers, _, left = outputs(
+            f"folders='{folders}'; {big}; {sizes}",
+            f"{many} 2> /dev/null",
+            "exit",
+            "ls / /tmp /dev/shm /work",
+        )
+        taken = [int(size) for size in whole.stdout.split()]
+        self.assertLen(taken, 5)  # /dev is not written
+        self.assertLess(sum(taken), SMALL.disk_bytes + 1)
+        self.assertBetween(int(numbers.stdout), 1000, 4096)
+        self.assertNotIn("big", left.stdout)
+        self.assertNotIn("9", left.stdout)
+
+    def test_a_full_box_gives_no_more_shells_but_breaks_nothing(self):
+        fill = (
+            "rm -f /bin /lib /sbin /lib64; cd /work; i=0;"
+            " while : > $((i += 1)); do :; done"
+        )
+        filled, after = outputs(fill, "echo alive", "exit", "echo alive")[::3]
+        self.assertEqual(filled.exit_code, 0)
+        self.assertIn(after.exit_code, (0, None))
+
+    def test_what_a_program_alone_can_write_is_bounded(self):
+        show = (
+            "df -B1 --output=size,target /tmp /dev/shm; : > /x; : > /dev/x; : > /usr/x"
+        )
+        done = subprocess.run(
+            sandbox.confine(["bash", "-c", show]), capture_output=True, text=True
+        )
+        sizes = [int(line.split()[0]) for line in done.stdout.splitlines()[1:]]
+        self.assertEqual(sizes, [2**29, 2**29])
+        self.assertLen(done.stderr.splitlines(), 3)
+        self.assertEqual(done.stderr.count("Read-only file system"), 3)
+
     def test_processes_that_take_too_much_memory_together_end(self):
         """None of them alone does."""
         limits = sandbox.Limits(resident_bytes=2.5e8)
