@@ -3,7 +3,7 @@
 So callers of any thread and loop share it. Pages are played with by coroutines that
 take a page of playwright; they run in the browser's loop. A page that takes too long
 may hang its process: the browser is then started anew, and work of others that this
-interrupts is done once more.
+interrupts is done once more. A page that takes too much memory crashes (memory.py).
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from glm5_jax import config
-from glm5_jax.environments.browser import chromium
+from glm5_jax.environments.browser import chromium, memory
 from glm5_jax.environments.browser import site as site_lib
 
 _T = TypeVar("_T")
@@ -32,7 +32,7 @@ class BrowserError(Exception):
 
 
 class SlowPageError(Exception):
-    """Raised when a page took too long, which is the page's fault."""
+    """Raised when a page took too long or crashed, which is the page's fault."""
 
 
 class Browser:
@@ -58,7 +58,7 @@ class Browser:
             seconds: for loading and work.
 
         Raises:
-            SlowPageError: they took longer.
+            SlowPageError: they took longer, or the page crashed.
             BrowserError: the browser ended, twice.
         """
         return await self._life.call(lambda: self._life.run(site, work, seconds))
@@ -74,7 +74,7 @@ class Browser:
             path: of the file; "" is index.html.
 
         Raises:
-            SlowPageError: loading took longer.
+            SlowPageError: loading took longer, or the page crashed.
             BrowserError: the browser ended.
         """
         life = self._life
@@ -98,7 +98,7 @@ class Session:
         """Returns what work returns.
 
         Raises:
-            SlowPageError: it took longer; the session is over.
+            SlowPageError: it took longer, or the page crashed; the session is over.
             BrowserError: the browser ended, for example for the sake of another page.
         """
         life, page = self._life, self._page
@@ -118,6 +118,7 @@ class _Life:
         self._thread: threading.Thread | None = None
         self._guard = threading.Lock()
         self._driver: Any = None
+        self._watching: asyncio.Task[None] | None = None
         self._chromium: Any = None
         self._starting = asyncio.Lock()
         self._gate = asyncio.Semaphore(_NUM_PAGES)
@@ -142,7 +143,7 @@ class _Life:
                     return await self._render(site, work, seconds)
                 except async_api.Error as error:
                     if is_last:
-                        raise BrowserError(str(error)) from error
+                        raise _told(error) from error
                     if not await self._is_alive():
                         await self._kill()
         raise AssertionError("one of two turns returns or raises")
@@ -208,7 +209,7 @@ class _Life:
                 return await self._open(site, seconds, path)
             except async_api.Error as error:
                 if is_last:
-                    raise BrowserError(str(error)) from error
+                    raise _told(error) from error
         raise AssertionError("one of two turns returns or raises")
 
     async def _open(
@@ -247,8 +248,9 @@ class _Life:
         try:
             return await self.bounded(work(page), seconds)
         except async_api.Error as error:
-            if page.is_closed() or not await self._is_alive():
-                raise BrowserError(str(error)) from error
+            is_gone = page.is_closed() or not await self._is_alive()
+            if is_gone or _is_crash(error):
+                raise _told(error) from error
             raise
 
     async def discard(self, context: Any) -> None:
@@ -273,6 +275,7 @@ class _Life:
             self._num_pages = 0
             if self._driver is None:
                 self._driver = await async_api.async_playwright().start()
+                self._watching = asyncio.create_task(memory.watch())
             program, *words = chromium.command()
             try:
                 self._chromium = await self._driver.chromium.launch(
@@ -325,8 +328,22 @@ class _Life:
     async def _stop(self) -> None:
         await self._kill()
         driver, self._driver = self._driver, None
+        if self._watching is not None:
+            self._watching.cancel()
         if driver is not None:
             await driver.stop()
+
+
+def _is_crash(error: Exception) -> bool:
+    """Returns whether a page's own process has ended."""
+    return "crashed" in str(error)
+
+
+def _told(error: Exception) -> Exception:
+    """Returns what callers are told of an error of playwright."""
+    if _is_crash(error):
+        return SlowPageError("the page crashed, or took too much memory")
+    return BrowserError(str(error))
 
 
 async def _move(page: Any, shown: dict[str, Any], site: site_lib.Site) -> None:

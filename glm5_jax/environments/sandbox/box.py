@@ -17,7 +17,6 @@ No Python code runs between fork and exec, so that a process with jax may start 
 import asyncio
 import contextlib
 import dataclasses
-import math
 import os
 import pathlib
 import re
@@ -47,7 +46,7 @@ _SHELL = ["bash", "--noprofile", "--norc", "-c", _LOOP]
 _SECONDS_TO_START = 60.0  # on a machine that starts a thousand
 _SECONDS_TO_DIE = 10.0
 _SECONDS_TO_TRY = 0.1  # to end a shell that is starting
-_WATCH_SECONDS = 0.2  # between two looks at the memory
+_WATCH_SECONDS = 1.0  # between two looks at the memory
 _ANSWER = re.compile(rb"done (\d{1,3})\n")
 _MOST_HEARD = 2**12  # bytes
 _READY, _ENDED = b"ready\n", b"ended\n"  # of the holder
@@ -244,7 +243,7 @@ class Box:
         except OSError as error:
             raise BrokenError("the box has ended") from error
         self._is_alive = True
-        self._watch()
+        self._watch_later()
         return self._pipes
 
     async def _kill_shell(self) -> None:
@@ -263,16 +262,19 @@ class Box:
                 self._kind.kill(pid)
 
     def _watch(self) -> None:
-        """Ends all processes when they take too much memory."""
+        """Ends all processes if they take too much memory; looks again later."""
         assert self._process is not None
-        if self._timer is not None:
-            self._timer.cancel()
-        if not self._is_alive or math.isinf(self._limits.resident_bytes):
+        if not self._is_alive:
             return
         taken = processes.resident_bytes(self._process.pid)
         if taken > self._limits.resident_bytes:
             self._kill_children()
+        self._watch_later()
+
+    def _watch_later(self) -> None:
         loop = asyncio.get_running_loop()
+        if self._timer is not None:
+            self._timer.cancel()
         self._timer = loop.call_later(_WATCH_SECONDS, self._watch)
 
     async def _news(self) -> int | None:

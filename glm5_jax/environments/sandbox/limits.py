@@ -1,7 +1,6 @@
 """The bounds of a box."""
 
 import dataclasses
-import math
 
 from glm5_jax.config import checks
 
@@ -12,9 +11,8 @@ class Limits:
 
     seconds: float = 30.0  # of a command; then all of the box's processes end
     memory_bytes: int = 4 * 2**30  # address space of each process
-    # Memory of all processes together while a command runs, looked at now and then:
-    # beyond it they end. Infinite where memory_bytes bounds it.
-    resident_bytes: float = math.inf
+    # Memory of all processes together, looked at every second: beyond it they end.
+    resident_bytes: float = 4.0 * 2**30
     num_processes: int = 128  # at a time, the box's own four among them; bubblewrap's
     # Of all files in the box, also those in /tmp and /dev/shm; of one file without
     # bubblewrap.

@@ -2,27 +2,43 @@
 
 import contextlib
 import mmap
-import pathlib
+import os
+from collections.abc import Iterator
 
 
-def children(pid: int) -> list[int]:
-    """Returns the processes that a process has started."""
-    try:
-        text = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    except OSError:
-        return []
-    return [int(word) for word in text.split()]
+def children(pid: int, thread: int | None = None) -> list[int]:
+    """Returns the processes that a process has started.
+
+    Args:
+        pid: of the process.
+        thread: number of the one thread that counts; None: all.
+    """
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # it may have ended
+        names = os.listdir(f"/proc/{pid}/task") if thread is None else [thread]
+        for name in names:
+            found += map(int, _words(f"/proc/{pid}/task/{name}/children"))
+    return found
+
+
+def sizes(pid: int) -> Iterator[tuple[int, int]]:
+    """Yields the processes that a process has started, and theirs, with their memory.
+
+    It is in bytes; pages that several of them share count for each.
+    """
+    for child in children(pid):
+        if words := _words(f"/proc/{child}/statm"):
+            yield child, int(words[1]) * mmap.PAGESIZE
+        yield from sizes(child)
 
 
 def resident_bytes(pid: int) -> int:
-    """Returns the memory of all that a process has started, without its own.
+    """Returns the memory of all that a process has started, without its own."""
+    return sum(size for _, size in sizes(pid))
 
-    Pages that several of them share count for each.
-    """
-    total = 0
-    for child in children(pid):
-        with contextlib.suppress(OSError, IndexError):  # it may have ended
-            words = pathlib.Path(f"/proc/{child}/statm").read_text().split()
-            total += int(words[1]) * mmap.PAGESIZE
-        total += resident_bytes(child)
-    return total
+
+def _words(path: str) -> list[bytes]:
+    """Returns the words of a file of the kernel, none if it is not there."""
+    with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
+        return file.read().split()
+    return []

@@ -12,7 +12,7 @@ from absl.testing import absltest, parameterized
 
 from glm5_jax import config
 from glm5_jax.environments import browser
-from glm5_jax.environments.browser import chromium
+from glm5_jax.environments.browser import chromium, memory
 from glm5_jax.environments.sandbox import bubblewrap
 
 MISSING = browser.missing()
@@ -107,6 +107,25 @@ class BrowserTest(parameterized.TestCase):
         slow, *good = asyncio.run(play())
         self.assertIsInstance(slow, browser.SlowPageError)
         self.assertEqual(good, ["first", "first"])
+
+    def test_a_page_that_takes_too_much_memory_crashes_alone(self):
+        script = "window.kept = []; setInterval(() => kept.push("
+        script += "new Uint8Array(2 ** 26).fill(1)), 20)"
+
+        async def play():
+            good, bad = [
+                await self.browser.open(site(body))
+                for body in ("<p>good</p>", f"<script>{script}</script>")
+            ]
+            with self.assertRaisesRegex(browser.SlowPageError, "crashed, or took too"):
+                await bad.run(lambda page: page.wait_for_timeout(60_000), 60)
+            text = await good.run(lambda page: page.inner_text("p"), 60)
+            for session in (good, bad):
+                await session.close()
+            return text
+
+        with mock.patch.object(memory, "MOST_BYTES", 6e8):
+            self.assertEqual(asyncio.run(play()), "good")
 
     def test_a_page_cannot_take_another_one_away(self):
         away = site("<meta http-equiv=refresh content='0;url=http://site.test/x'>")

@@ -365,6 +365,29 @@ class EscapeTest(parameterized.TestCase):
         self.assertLess(many.seconds, 15)
         self.assertIn("alive", after.stdout)
 
+    def test_memory_is_bounded_in_total_also_in_the_background_and_below_threads(self):
+        self.assertLess(sandbox.Limits().resident_bytes, 2**33)
+        code = """
+import os, threading, time
+def start():
+    if os.fork() == 0:
+        taken = b"x" * 10**8
+        time.sleep(20)
+    time.sleep(20)
+for _ in range(4):
+    threading.Thread(target=start).start()
+"""
+
+        async def use(box):
+            await box.write("many.py", code.encode())
+            begun = await box.run("/usr/bin/python3 many.py & sleep 0.5; kept=1")
+            await asyncio.sleep(2.5)
+            return begun, await box.run("echo ${kept-gone}")
+
+        limits = sandbox.Limits(resident_bytes=2.5e8)
+        begun, after = with_box(use, limits=limits)
+        self.assertEqual((begun.exit_code, after.stdout), (0, "gone\n"))
+
     def test_a_restart_ends_a_command_that_answers_in_the_place_of_its_shell(self):
         async def use(box):
             await box.run(ANSWERS, 2.0)
