@@ -94,11 +94,11 @@ def holder(
     for path in image.hidden:
         empty = ["--tmpfs", path, "--remount-ro", path]
         binds += empty if path.is_dir() else ["--ro-bind", room / "empty", path]
-    root, tmp, shm = life = [room / "life" / name for name in ("root", "tmp", "shm")]
+    root, shm = life = room / "life/root", room / "life/shm"
     # The shell is the first process. Bubblewrap's own would be one that commands can
     # trace: it then says outside that all have ended, and lets them live.
     inner = ["bwrap", "--as-pid-1", "--bind", root, "/", *_ISOLATED]
-    inner += ["--bind", tmp, "/tmp", "--bind", shm, "/dev/shm", "--remount-ro", "/dev"]
+    inner += ["--dir", "/tmp", "--bind", shm, "/dev/shm", "--remount-ro", "/dev"]
     inner += [*binds, "--bind", room / "work", "/work", "--chdir", "/work", *shell]
     fill = ":"
     if image.folder is not None:
