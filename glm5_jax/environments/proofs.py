@@ -60,6 +60,7 @@ class Proof:
     seconds: float  # of all episodes
     source: str = ""  # where the task comes from, if its taskset knows
     megabytes: float = 0.0  # resident at most, of all processes that were started
+    sandbox: str = ""  # that commands run in here; "": a service played the episodes
 
     @property
     def is_proven(self) -> bool:

@@ -11,7 +11,7 @@ import tqdm
 
 from glm5_jax import config, environments
 from glm5_jax.config import checks
-from glm5_jax.environments import ledger, proofs, protocol
+from glm5_jax.environments import ledger, proofs, protocol, sandbox
 from glm5_jax.environments.sandbox import processes
 from glm5_jax.environments.service import remote, through
 
@@ -68,7 +68,11 @@ def validate(name: str, settings: Settings, out: pathlib.Path | None) -> dict[st
     found = asyncio.run(_prove_all(taskset, settings, kept))
     for proof in [proof for proof in found if proof.failures][:_SHOWN]:
         sys.stderr.write(f"{proof.task}: {'; '.join(proof.failures)}\n")
-    return {"taskset": name, **proofs.summarize(found)}
+    return {
+        "taskset": name,
+        "sandbox": _sandbox(settings),
+        **proofs.summarize(found),
+    }
 
 
 def _provable(name: str, address: str) -> protocol.Taskset:
@@ -130,7 +134,9 @@ async def _prove_all(
             async with gate:
                 memory.begin(place)
                 proof = await proofs.prove(taskset, task, settings.num_repeats)
-                proof = dataclasses.replace(proof, megabytes=memory.end(place))
+                proof = dataclasses.replace(
+                    proof, megabytes=memory.end(place), sandbox=_sandbox(settings)
+                )
             kept.add(task, proof)
         bar.update()
         return proof
@@ -141,6 +147,11 @@ async def _prove_all(
             return await asyncio.gather(*map(prove, range(len(places))))
     finally:
         watching.cancel()
+
+
+def _sandbox(settings: Settings) -> str:
+    """Returns the sandbox of this machine, "" if a service plays the episodes."""
+    return "" if settings.through else sandbox.describe()
 
 
 def _places(taskset: protocol.Taskset, settings: Settings) -> list[tuple[str, int]]:

@@ -13,7 +13,7 @@ from unittest import mock
 from absl.testing import parameterized
 
 from glm5_jax import config, environments
-from glm5_jax.environments import play, proofs, protocol, validate
+from glm5_jax.environments import play, proofs, protocol, sandbox, validate
 from glm5_jax.environments.tasks import ladder
 from tests import environment, forked
 
@@ -306,6 +306,19 @@ class ResumeTest(parameterized.TestCase):
             self.out,
         )
         self.assertEqual(figures["by_source"]["held_out tasks"]["tasks"], 2)
+
+    def test_the_sandbox_stands_in_the_figures_and_each_proof(self):
+        told = mock.patch.object(sandbox, "describe", return_value="rlimits; no bwrap")
+        with told:
+            figures = validate.validate(
+                f"{__name__}:Counted", validate.Settings(num_tasks=2), self.out
+            )
+        lines = [json.loads(line) for line in self.out.read_text().splitlines()]
+        self.assertEqual(
+            [figures["sandbox"], *(line["sandbox"] for line in lines)],
+            ["rlimits; no bwrap"] * (1 + len(lines)),
+        )
+        self.assertNotEmpty(lines)
 
     def test_memory_of_processes_is_seen(self):
         """A child of 64 MB, which the environment starts for a quarter of a second.

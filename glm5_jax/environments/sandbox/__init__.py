@@ -56,6 +56,7 @@ async def start(
     """
     kind = kind or _strongest()
     require(kind)
+    _log(kind)
     limits, image = limits or Limits(), image or Image()
     return await box.start(KINDS[kind], image, limits)
 
@@ -81,7 +82,9 @@ def confine(words: Sequence[str], binds: Sequence[str] = ()) -> list[str]:
         words: of the program's command.
         binds: folders of this machine that it sees, read-only, where they exist.
     """
-    return KINDS[_strongest()].confined(words, binds)
+    kind = _strongest()
+    _log(kind)
+    return KINDS[kind].confined(words, binds)
 
 
 def describe() -> str:
@@ -93,7 +96,12 @@ def describe() -> str:
 
 @functools.cache
 def _strongest() -> str:
-    kind = next(name for name in KINDS if not _missing(name))
+    return next(name for name in KINDS if not _missing(name))
+
+
+@functools.cache
+def _log(kind: str) -> None:
+    """Says once what commands run in, louder where that keeps nothing apart."""
     if kind == "rlimits":
         logging.warning(
             "Commands run WITHOUT a sandbox, with resource limits alone: they can read "
@@ -102,7 +110,6 @@ def _strongest() -> str:
         )
     else:
         logging.info("Commands run in %s.", kind)
-    return kind
 
 
 @functools.cache

@@ -205,6 +205,36 @@ class ShellTest(parameterized.TestCase):
 
         asyncio.run(begin())
 
+    def test_a_missing_sandbox_is_told_and_no_demanded_one_is_replaced(self):
+        self.enterContext(
+            mock.patch.object(bubblewrap, "missing", return_value="no bwrap.")
+        )
+        for cached in (sandbox._strongest, sandbox._missing, sandbox._log):
+            cached.cache_clear()
+            self.addCleanup(cached.cache_clear)
+        self.assertEqual(sandbox.describe(), "rlimits; bubblewrap: no bwrap.")
+        for kind in (None, "rlimits"):
+            sandbox._log.cache_clear()
+            with self.assertLogs("absl", "WARNING") as logged:
+                (said,) = outputs("echo here", kind=kind)
+            self.assertEqual(said.stdout, "here\n")
+            self.assertIn("WITHOUT a sandbox", logged.output[0])
+            self.assertIn("no bwrap.", logged.output[0])
+        with self.assertRaisesRegex(config.InputError, "'bubblewrap' does not work"):
+            outputs("echo here", kind="bubblewrap")
+
+    def test_a_demanded_sandbox_is_told_too(self):
+        if MISSING:
+            self.skipTest(MISSING)
+        sandbox._log.cache_clear()
+        self.addCleanup(sandbox._log.cache_clear)
+        with self.assertLogs("absl", "INFO") as logged:
+            outputs("true", "true", kind="bubblewrap")
+        self.assertEqual(
+            [line for line in logged.output if "Commands" in line],
+            ["INFO:absl:Commands run in bubblewrap."],
+        )
+
     def test_wrong_settings_are_refused(self):
         with self.assertRaisesRegex(config.InputError, "'jail'.*none of bubblewrap"):
             asyncio.run(sandbox.start(kind="jail"))
