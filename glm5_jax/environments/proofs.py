@@ -194,10 +194,12 @@ async def _leaks(taskset: protocol.Taskset, task: protocol.Task) -> Sequence[str
     environment = taskset.environment()
     assert isinstance(environment, protocol.Environment)
     try:
-        await environment.reset(task)
-        return await look(environment, task)
+        async with asyncio.timeout(_CALL_SECONDS):
+            await environment.reset(task)
+        async with asyncio.timeout(_CALL_SECONDS):
+            return await look(environment, task)
     finally:
-        await environment.close()
+        await _close(environment)
 
 
 async def _reward(
@@ -214,18 +216,30 @@ async def _reward(
     assert isinstance(environment, protocol.Environment)
     given = [NOTHING] * _MOST_TURNS if turns is None else turns
     try:
-        async with asyncio.timeout(_CALL_SECONDS):
-            await environment.reset(task)
-        for turn in given:
-            async with asyncio.timeout(_CALL_SECONDS):
-                result = await environment.step(turn)
-            if result.terminated or result.truncated:
-                reward = result.reward
-                return "no reward" if reward is None else float(reward.total)
-        return "no reward: the episode goes on"
+        try:
+            return await _played(environment, task, given)
+        finally:
+            await _close(environment)
     except TimeoutError:
         return "no reward: a call takes too long"
     except Exception as error:
         return f"no reward: {type(error).__name__}: {error}"
-    finally:
+
+
+async def _played(
+    environment: protocol.Environment, task: protocol.Task, turns: Turns
+) -> float | str:
+    async with asyncio.timeout(_CALL_SECONDS):
+        await environment.reset(task)
+    for turn in turns:
+        async with asyncio.timeout(_CALL_SECONDS):
+            result = await environment.step(turn)
+        if result.terminated or result.truncated:
+            reward = result.reward
+            return "no reward" if reward is None else float(reward.total)
+    return "no reward: the episode goes on"
+
+
+async def _close(environment: protocol.Environment) -> None:
+    async with asyncio.timeout(_CALL_SECONDS):
         await environment.close()

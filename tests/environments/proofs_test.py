@@ -168,6 +168,27 @@ class Silent(Taskset):
         return None
 
 
+class Stuck(Taskset):
+    """One of its calls never returns."""
+
+    def __init__(self, call):
+        self.call = call
+
+    def environment(self):
+        inner = super().environment()
+        if self.call != "leaks":
+            setattr(inner, self.call, self.wait)
+        return inner
+
+    async def leaks(self, environment, task):
+        if self.call == "leaks":
+            await self.wait()
+        return []
+
+    async def wait(self, *args):
+        await asyncio.sleep(1000)
+
+
 def failures(taskset):
     proof = asyncio.run(proofs.prove(taskset, taskset.task("train", 0, 0), 4))
     return proof.failures
@@ -193,6 +214,17 @@ class ProveTest(parameterized.TestCase):
     )
     def test_failures(self, taskset, wanted):
         self.assertEqual(failures(taskset()), wanted)
+
+    @parameterized.parameters("reset", "step", "close", "leaks")
+    def test_no_call_holds_up_a_proof(self, call):
+        with mock.patch.object(proofs, "_CALL_SECONDS", 0.02):
+            told = failures(Stuck(call))
+        late = " earns no reward: a call takes too long instead of "
+        names = [failure.partition(late) for failure in told if late in failure]
+        wanted = [] if call == "leaks" else ["the solution, run 1", "wrong attempt 1"]
+        self.assertEqual([name for name, *_ in names][:2], wanted)
+        if call != "step":  # nobody looks for leaks by steps
+            self.assertStartsWith(told[-1], "nobody could look for leaks: TimeoutError")
 
     @parameterized.parameters(
         (Endless, "no reward: the episode goes on"),

@@ -112,13 +112,19 @@ class Harbor(listed.Listed[reading.Task]):
         return repr((read.tests, read.settings, read.workdir, build))
 
     async def leaks(self, environment: "Episode", task: protocol.Task) -> list[str]:
-        """Looks for the files of solution and tests among those of the box."""
+        """Looks for the files of solution and tests among those of the box.
+
+        Raises:
+            TimeoutError: the search takes too long.
+        """
         read = self.by_id[task.answer]
         secret = {**read.solution, **read.tests}.values()
         digests = {hashlib.sha256(text).hexdigest() for text in secret if text.strip()}
         tops = " ".join(f"/{name}" for name in sorted(environment.folders))
         command = f"find /work {tops} -type f -size -1024k -exec sha256sum {{}} +"
         found = await environment.box.run(command)
+        if found.is_timeout:
+            raise TimeoutError(f"the search took more than {found.seconds:.0f} s")
         lines = [line.split(maxsplit=1) for line in found.stdout.splitlines()]
         return [path for digest, path in lines if digest in digests]
 

@@ -11,7 +11,7 @@ from absl.testing import absltest, parameterized
 
 from glm5_jax import config, environments
 from glm5_jax.environments import proofs, tool_calls, validate
-from glm5_jax.environments.harbor import commands
+from glm5_jax.environments.harbor import commands, world
 from glm5_jax.environments.sandbox import bubblewrap
 from tests import environment
 from tests.environments import episodes
@@ -309,6 +309,25 @@ while IFS= read -r line <&$in; do
 done"""
         *_, last = self.play(None, self.shell(cheat), tool_calls.turn("submit"))
         self.assertEqual(last.reward.total, 0.0)
+
+    def test_a_search_for_leaks_that_takes_too_long_is_no_search(self):
+        made = environments.make(f"harbor:{self.write()}")
+        task = made.task_of(made.by_id["stock"])
+
+        async def look():
+            env = made.environment()
+            try:
+                await env.reset(task)
+                await env.box.run("find() { sleep 100; }")
+                return await made.leaks(env, task)
+            finally:
+                await env.close()
+
+        with (
+            mock.patch.object(world, "_MOST_SECONDS", 2.0),
+            self.assertRaises(TimeoutError),
+        ):
+            asyncio.run(look())
 
     def test_programs_that_an_agent_plants_do_not_answer_for_the_tests(self):
         """A folder of PATH is the agent's, who may have programs in it at any time."""

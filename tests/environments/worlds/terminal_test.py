@@ -223,6 +223,25 @@ class EpisodeTest(parameterized.TestCase):
         text = f"run {hidden.command} later".encode()
         self.assertEqual(asyncio.run(look(text)), ["check 1"])
 
+    def test_a_search_for_leaks_that_takes_too_long_is_no_search(self):
+        async def look():
+            env = self.terminal.environment()
+            try:
+                await env.reset(self.task)
+                await env.box.run("grep() { sleep 100; }")
+                return await self.terminal.leaks(env, self.task)
+            finally:
+                await env.close()
+
+        made = world.draft(*self.task.answer)
+        hidden = made.expects[0].__class__("sha256sum 'a b' | cut -c1-9", "1")
+        made.__dict__["expects"] = (hidden,)
+        with (
+            mock.patch.object(world, "_LIMITS", sandbox.Limits(seconds=1.0)),
+            self.assertRaises(TimeoutError),
+        ):
+            asyncio.run(look())
+
 
 if __name__ == "__main__":
     environment.main()

@@ -100,14 +100,21 @@ class Terminal:
         write(folder, f"{family}_{number}", family, draft(family, number))
 
     async def leaks(self, environment: "Episode", task: protocol.Task) -> list[str]:
-        """Looks for the commands of the checks in the files that an agent can read."""
+        """Looks for the commands of the checks in the files that an agent can read.
+
+        Raises:
+            TimeoutError: the search takes too long.
+        """
         made = draft(*task.answer)
         found = []
         for number, expect in enumerate(made.expects, 1):
             if len(expect.command) > len("cat answer.txt"):
                 text = expect.command.replace("'", "'\\''")
                 command = f"grep -rFl -- '{text}' /work /tmp"
-                if (await environment.box.run(command)).stdout:
+                looked = await environment.box.run(command)
+                if looked.is_timeout:
+                    raise TimeoutError(f"it took more than {looked.seconds:.0f} s")
+                if looked.stdout:
                     found.append(f"check {number}")
         return found
 
