@@ -27,6 +27,7 @@ PREFIX = "swe:"
 MAX_TURNS = 60
 HELD_OUT = 8  # one task in so many
 _MAX_READ = 2**25  # bytes of files that an agent changed
+_MAX_FILES = 2000  # that an agent changed
 _INSTRUCTION = (
     "The package is in {home}; its tests are not. Change its source with the tools, "
     "then call submit. Hidden tests decide. Edits of tests do not count.\n\n"
@@ -197,24 +198,32 @@ async def open_box(
 
 
 async def read_tree(box: Any, known: records.Files) -> records.Files:
-    """Returns the regular files below the package's folder.
+    """Returns the regular files below the package's folder, in a new shell of the box.
+
+    None are found where listing them takes too long, and too many count in part.
 
     Args:
         box: the agent's.
         known: files that need not be read if their digests are the same.
     """
+    await box.restart()  # no process of the agent makes files or answers meanwhile
     command = f"cd {tools.HOME} && /usr/bin/find . -type f -size -1024k -print0"
     found = await box.run(f"{command} | /usr/bin/xargs -0 -r /usr/bin/sha256sum")
+    if found.exit_code is None or found.is_cut:
+        return {}
     digests = {hashlib.sha256(text).hexdigest(): text for text in known.values()}
-    files, num_bytes = {}, 0
+    files, num_bytes, most = {}, 0, len(digests) + _MAX_FILES
     for line in found.stdout.splitlines():
         digest, _, path = line.partition("  ./")
         if not path or digest.startswith("\\"):  # a name with a line feed
             continue
         if digest not in digests:
-            digests[digest] = await box.read(f"{tools.HOME}/{path}")
+            try:
+                digests[digest] = await box.read(f"{tools.HOME}/{path}")
+            except sandbox.BrokenError:  # without a sandbox, processes may remain
+                continue
             num_bytes += len(digests[digest])
-        if num_bytes > _MAX_READ:
+        if num_bytes > _MAX_READ or len(digests) > most:
             break
         files[path] = digests[digest]
     return files

@@ -102,6 +102,19 @@ class EpisodeTest(parameterized.TestCase):
         self.assertEqual(total, 0.0)
         self.assertIn(problem, told)
 
+    def test_files_that_come_and_go_spoil_no_score(self):
+        """By a process in the background, and in a listing that the agent forges."""
+        loop = "while :; do for i in {1..40}; do echo $RANDOM > t$i; done; rm t*; done"
+        spoils = (
+            f"( {loop} ) > /dev/null 2>&1 &",
+            "function /usr/bin/find { echo; }; cd() { printf '%064d  ./no\\n' 1; }",
+        )
+        right = attempts.right(self.world.folder, self.record)
+        for spoil in spoils:
+            turns = [*right[:-1], shell(spoil), SUBMIT]
+            last = play(self.world, self.record, turns)[-1]
+            self.assertEqual(last.reward.total, 1.0)
+
     def test_files_that_steer_a_run_are_not_taken(self):
         steer = "import unittest; unittest.TestCase.run = print"
         names = (

@@ -158,8 +158,7 @@ class Environment:
         await self._score()
         if is_cut or len(self._solved) == len(self._links):
             return self._end()
-        await self._box.restart()  # ends what runs in the background
-        await self._box.run(f"cd {tools.HOME}")
+        await self._box.run(f"cd {tools.HOME}")  # in the shell that scoring began
         return protocol.StepResult(
             (*results, *self._next(message, len(results))), None, False, False
         )
