@@ -14,8 +14,8 @@ _PLANTED = (
 _ANSWERS = """printf 'done 0\\n' >&11
 while IFS= read -r line <&10; do
   case $line in
-  *od*reward.json*) printf 'done 1\\n' >&11 ;;
-  *od*reward.txt*) echo 31; printf 'done 0\\n' >&11 ;;
+  *base64*reward.json*) printf 'done 1\\n' >&11 ;;
+  *base64*reward.txt*) echo MQ==; printf 'done 0\\n' >&11 ;;
   *) printf 'done 0\\n' >&11 ;;
   esac
 done"""

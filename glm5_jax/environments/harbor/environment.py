@@ -23,7 +23,7 @@ _TESTS = "/tests"
 _FOLDERS = ("/app", "/logs", "/solution", _TESTS)
 _LOGS = ("/logs/agent", "/logs/artifacts", "/logs/verifier")
 _LIMITS = sandbox.Limits(
-    seconds=_SECONDS, disk_bytes=512 * 2**20, output_bytes=2 * 2**20
+    seconds=_SECONDS, disk_bytes=512 * 2**20, output_bytes=16 * 2**20
 )
 
 

@@ -15,6 +15,7 @@ No Python code runs between fork and exec, so that a process with jax may start 
 """
 
 import asyncio
+import base64
 import contextlib
 import dataclasses
 import os
@@ -82,6 +83,10 @@ class Kind(Protocol):
         """Returns the number of the user that shells run as."""
         ...
 
+    def home(self, room: pathlib.Path) -> str:
+        """Returns where the box's files are, as its shells see it."""
+        ...
+
 
 class BrokenError(Exception):
     """Raised when a box could not be started, or has ended."""
@@ -122,6 +127,7 @@ class Box:
     ) -> None:
         """Makes a box that is not started; `start` makes boxes."""
         self._kind, self._limits, self._folder = kind, limits, folder
+        self._home = shlex.quote(kind.home(folder / "room"))
         self._process: asyncio.subprocess.Process | None = None  # the holder
         self._socket: socket.socket | None = None  # to the holder
         self._heard = b""  # from the holder
@@ -174,7 +180,7 @@ class Box:
         text = "".join(_ESCAPED[b] if b else "\\0" for b in content)
         text = text.replace("'", "\\x27")
         made = f"mkdir -p -- \"$(dirname -- {at})\" && printf %b '{text}' > {at}"
-        done = await self.run(f"( cd /work && {made} )")
+        done = await self.run(f"( cd {self._home} && {made} )")
         if done.exit_code != 0:
             raise BrokenError(f"{path} could not be written: {done.stderr.strip()}")
 
@@ -182,14 +188,18 @@ class Box:
         """Returns the content of a file.
 
         Raises:
-            BrokenError: it could not be read, or is longer than half the output limit.
+            BrokenError: it could not be read, or is longer than seven tenths of the
+                output limit.
         """
-        command = f"( cd /work && od -An -v -tx1 -- {shlex.quote(path)} )"
+        command = f"( cd {self._home} && base64 < {shlex.quote(path)} )"
         done = await self.run(command)
         if done.exit_code != 0 or done.is_cut:
             reason = done.stderr.strip() or "it is too long"
             raise BrokenError(f"{path} could not be read: {reason}")
-        return bytes.fromhex(done.stdout)
+        try:
+            return base64.b64decode("".join(done.stdout.split()), validate=True)
+        except ValueError as error:  # another process has printed, too
+            raise BrokenError(f"{path} could not be read: {error}") from error
 
     async def restart(self) -> None:
         """Ends all processes; files of /work remain, and the next command is new."""

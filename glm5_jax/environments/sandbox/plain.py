@@ -76,6 +76,11 @@ def owner() -> int:
     return os.geteuid()
 
 
+def home(room: pathlib.Path) -> str:
+    """Returns where the box's files are."""
+    return str(room / "work")
+
+
 def missing() -> str:
     """Returns "": a shell is everywhere."""
     return ""

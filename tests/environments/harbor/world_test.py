@@ -301,8 +301,8 @@ in=10 out=11; [ -S /proc/$$/fd/10 ] && out=10; number=$out; said='done 0'
 while IFS= read -r line <&$in; do
   case $line in
   start) continue ;;
-  *od*reward.json*) printf 'done 1\\n' >&$out; continue ;;
-  *od*reward.txt*) echo 31 ;;
+  *base64*reward.json*) printf 'done 1\\n' >&$out; continue ;;
+  *base64*reward.txt*) echo MQ== ;;
   esac
   if [ $number = 10 ]; then printf 'ended\\n' >&$out; else printf 'done 0\\n' >&$out; fi
   number=0
@@ -335,7 +335,7 @@ done"""
         text += "RUN mkdir -p /opt/bin\n"
         planted = self.shell(
             "cd /opt/bin; for name in find chmod mkdir dirname; do printf '#!/bin/sh\\n"
-            "exit 0' > $name; done; printf '#!/bin/sh\\necho 31' > od; chmod +x *"
+            "exit 0' > $name; done; printf '#!/bin/sh\\necho MQ==' > base64; chmod +x *"
         )
         kept = "#!/bin/sh\necho 0 > /logs/verifier/reward.txt\n"
         changes = {"environment/Dockerfile": text, "tests/test.sh": kept}
@@ -347,7 +347,7 @@ done"""
         lines = (
             "#!/bin/bash",
             "exec 8>/proc/1/fd/1 9>/proc/1/fd/11",  # of the shell
-            "while :; do printf 31 >&8; echo done 0 >&9; sleep .001; done",
+            "while :; do echo MQ== >&8; echo done 0 >&9; sleep .001; done",
         )
         words = " ".join(f"'{line}'" for line in lines)
         plant = self.shell(f"printf '%s\\n' {words} > own; chmod +x own")

@@ -189,6 +189,25 @@ class ShellTest(parameterized.TestCase):
 
         self.assertEqual(with_box(use, kind=kind), (content, b""))
 
+    @parameterized.parameters(*sandbox.KINDS)
+    def test_files_are_read_up_to_seven_tenths_of_the_output(self, kind):
+        if kind == "bubblewrap" and MISSING:
+            self.skipTest(MISSING)
+        most = SMALL.output_bytes * 7 // 10
+
+        async def use(box):
+            await box.write("most", bytes(most))
+            await box.run("cat most most > more")  # where the shell begins
+            with self.assertRaisesRegex(box_lib.BrokenError, "more .* it is too long"):
+                await box.read("more")
+            await box.run("base64() { echo wrong.; }")
+            with self.assertRaisesRegex(box_lib.BrokenError, "could not be read"):
+                await box.read("most")
+            await box.restart()
+            return await box.read("most")
+
+        self.assertEqual(with_box(use, kind=kind), bytes(most))
+
     def test_a_start_or_command_that_is_cancelled_leaves_nothing(self):
         async def use(box):
             with self.assertRaises(TimeoutError):
