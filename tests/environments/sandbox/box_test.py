@@ -301,6 +301,37 @@ class EscapeTest(parameterized.TestCase):
         self.assertEqual([path.name for path in folder.iterdir()], ["a.txt"])
         self.assertEqual((folder / "a.txt").read_text(), "1\n")
 
+    def test_a_folder_of_an_image_is_a_layer_for_ordinary_users(self):
+        """The holder's script, played as one; plain files stand for the pipes."""
+        base = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+        folder, stage, room = (base / name for name in ("it's", "stage", "room"))
+        for path in (folder, stage, room):
+            path.mkdir()
+        (folder / "a").write_text("1\n")
+        (folder / "gone").touch()
+        (stage / "b").write_text("2\n")
+        (base / "told").touch()
+        for path in (base, room):
+            path.chmod(0o777)
+        words = "stat -f -c %T .; cat a b; echo 3 >> a; rm gone; ls; exit 1"
+        shell = ["bash", "-c", words]
+        user = bubblewrap._as_user()
+        if user:  # who runs the tests is root
+            for path in (folder, *folder.iterdir()):
+                os.chown(path, bubblewrap.owner(), bubblewrap.owner())
+        with mock.patch.object(os, "geteuid", return_value=1000):
+            image = sandbox.Image(folder=folder)
+            command = bubblewrap.holder(room, stage, image, shell, SMALL)
+        done = subprocess.run(
+            [*user, *command], input="start\nstart\n", capture_output=True, text=True
+        )
+        self.assertEqual(done.stdout, "ready\nended\nended\n", done.stderr)
+        self.assertEqual((base / "err").read_text().count("gone"), 1)  # once more
+        said = (base / "out").read_text().split()
+        self.assertEqual(said, ["overlayfs", "1", "3", "2", "a", "b"])
+        self.assertEqual((folder / "a").read_text(), "1\n")
+        self.assertTrue((folder / "gone").exists())
+
     def test_there_is_no_network(self):
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
