@@ -128,5 +128,8 @@ class Episode:
         del name  # the only tool
         if self._box is None:
             self._box = await sandbox.start(limits=_LIMITS)
-        await self._box.write("program.py", arguments["code"].encode())
+        try:
+            await self._box.write("program.py", arguments["code"].encode())
+        except sandbox.FileError as error:  # of what earlier programs did
+            raise tool_calls.CallError(str(error)) from error
         return (await self._box.run("python3 -I program.py")).text()

@@ -55,6 +55,18 @@ class PythonToolTest(parameterized.TestCase):
         self.assertIn("no tool 'calc'; use python", third.messages[0]["content"])
 
     @unittest.skipIf(MISSING, f"no bubblewrap: {MISSING}")
+    def test_a_program_that_hinders_the_next_one_is_told(self):
+        taskset = environments.make("python:gcd")
+        task = taskset.task("train", 0, 0)
+        hinder = "import os; os.remove('program.py'); os.mkdir('program.py')"
+        answer = taskset.demonstration(task)[-1]
+        _, said, last = episodes.play(
+            taskset, task, python(hinder), python("print(1)"), answer
+        )
+        self.assertIn("program.py could not be written", said.messages[0]["content"])
+        self.assertEqual(last.reward.total, 1.0)
+
+    @unittest.skipIf(MISSING, f"no bubblewrap: {MISSING}")
     def test_episodes_are_cut_off(self):
         taskset = environments.make("python:gcd")
         turns = [python("print(1)")] * python_tool.MAX_TURNS

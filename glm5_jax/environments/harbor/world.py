@@ -263,7 +263,7 @@ class Episode:
         try:
             for path, content in self.read.tests.items():
                 await self.box.write(f"/tests/{path}", content)
-        except sandbox.BrokenError as error:  # the disk is full
+        except sandbox.FileError as error:  # the disk is full
             raise ValueError(str(error)) from error
         programs = _programs(self.read.tests, "/tests")
         await self.box.run(f"chmod +x /tests/test.sh{programs}")
@@ -285,7 +285,7 @@ class Episode:
         for path in (_JSON, folder.REWARD):
             try:
                 text = (await self.box.read(path)).decode(errors="replace")
-            except sandbox.BrokenError:
+            except sandbox.FileError:
                 continue
             found = json.loads(text) if path == _JSON else float(text)
             rewards = found if isinstance(found, dict) else {"reward": found}

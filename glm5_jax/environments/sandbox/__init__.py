@@ -18,7 +18,13 @@ from absl import logging
 
 from glm5_jax import config
 from glm5_jax.environments.sandbox import box, bubblewrap, plain
-from glm5_jax.environments.sandbox.box import NO_OUTPUT, Box, BrokenError, Result
+from glm5_jax.environments.sandbox.box import (
+    NO_OUTPUT,
+    Box,
+    BrokenError,
+    FileError,
+    Result,
+)
 from glm5_jax.environments.sandbox.image import Image
 from glm5_jax.environments.sandbox.limits import Limits
 
@@ -27,6 +33,7 @@ __all__ = [
     "NO_OUTPUT",
     "Box",
     "BrokenError",
+    "FileError",
     "Image",
     "Limits",
     "Result",

@@ -92,6 +92,10 @@ class BrokenError(Exception):
     """Raised when a box could not be started, or has ended."""
 
 
+class FileError(BrokenError):
+    """Raised when a file cannot be read or written: what ran in the box may do that."""
+
+
 NO_OUTPUT = "(no output)"
 
 
@@ -174,7 +178,7 @@ class Box:
         """Writes a file; a path below /work may be relative.
 
         Raises:
-            BrokenError: it could not be written.
+            FileError: it could not be written.
         """
         at = shlex.quote(path)
         text = "".join(_ESCAPED[b] if b else "\\0" for b in content)
@@ -182,24 +186,24 @@ class Box:
         made = f"mkdir -p -- \"$(dirname -- {at})\" && printf %b '{text}' > {at}"
         done = await self.run(f"( cd {self._home} && {made} )")
         if done.exit_code != 0:
-            raise BrokenError(f"{path} could not be written: {done.stderr.strip()}")
+            raise FileError(f"{path} could not be written: {done.stderr.strip()}")
 
     async def read(self, path: str) -> bytes:
         """Returns the content of a file.
 
         Raises:
-            BrokenError: it could not be read, or is longer than seven tenths of the
+            FileError: it could not be read, or is longer than seven tenths of the
                 output limit.
         """
         command = f"( cd {self._home} && base64 < {shlex.quote(path)} )"
         done = await self.run(command)
         if done.exit_code != 0 or done.is_cut:
             reason = done.stderr.strip() or "it is too long"
-            raise BrokenError(f"{path} could not be read: {reason}")
+            raise FileError(f"{path} could not be read: {reason}")
         try:
             return base64.b64decode("".join(done.stdout.split()), validate=True)
         except ValueError as error:  # another process has printed, too
-            raise BrokenError(f"{path} could not be read: {error}") from error
+            raise FileError(f"{path} could not be read: {error}") from error
 
     async def restart(self) -> None:
         """Ends all processes; files of /work remain, and the next command is new."""

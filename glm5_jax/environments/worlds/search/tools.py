@@ -98,5 +98,8 @@ class Tools:
     async def _python(self, code: str) -> str:
         if self._box is None:
             self._box = await sandbox.start(self._image, _LIMITS)
-        await self._box.write("program.py", code.encode())
+        try:
+            await self._box.write("program.py", code.encode())
+        except sandbox.FileError as error:  # of what earlier programs did
+            raise tool_calls.CallError(str(error)) from error
         return (await self._box.run("python3 -I program.py")).text()

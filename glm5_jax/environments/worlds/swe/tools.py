@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from glm5_jax.environments import tool_calls
+from glm5_jax.environments import sandbox, tool_calls
 from glm5_jax.environments.worlds.swe import drivers
 
 HOME = f"/work/{drivers.ROOT}"
@@ -53,10 +53,13 @@ async def run(box: Any, name: str, arguments: Mapping[str, Any]) -> str:
     if name == "shell":
         return _cut((await box.run(arguments["command"], seconds=_SECONDS)).text())
     path = posixpath.join(HOME, arguments["path"])
-    if name == "view":
-        lines = (arguments.get("start", 1), arguments.get("end"))
-        return _cut(await _view(box, path, *lines))
-    return await _edit(box, path, arguments["old"], arguments["new"])
+    try:
+        if name == "view":
+            lines = (arguments.get("start", 1), arguments.get("end"))
+            return _cut(await _view(box, path, *lines))
+        return await _edit(box, path, arguments["old"], arguments["new"])
+    except sandbox.FileError as error:
+        raise tool_calls.CallError(str(error)) from error
 
 
 async def search(box: Any, command: str) -> list[str]:

@@ -220,7 +220,7 @@ async def read_tree(box: Any, known: records.Files) -> records.Files:
         if digest not in digests:
             try:
                 digests[digest] = await box.read(f"{tools.HOME}/{path}")
-            except sandbox.BrokenError:  # without a sandbox, processes may remain
+            except sandbox.FileError:  # without a sandbox, processes may remain
                 continue
             num_bytes += len(digests[digest])
         if num_bytes > _MAX_READ or len(digests) > most:

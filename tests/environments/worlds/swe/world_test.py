@@ -170,6 +170,12 @@ class EpisodeTest(parameterized.TestCase):
         self.assertIsNone(first.reward)
         self.assertIsNotNone(last.reward)
 
+    def test_a_file_that_cannot_be_read_is_told(self):
+        close = shell("chmod 0 counts.py")
+        view = tool_calls.turn("view", path="counts.py")
+        _, said = play(self.world, self.record, [close, view])
+        self.assertIn("could not be read", said.messages[0]["content"])
+
     def test_an_episode_is_cut_after_its_turns(self):
         results = play(self.world, self.record, [shell("true")] * 2, max_turns=2)
         self.assertTrue(results[-1].truncated)
