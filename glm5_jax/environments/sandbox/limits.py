@@ -13,7 +13,7 @@ class Limits:
     memory_bytes: int = 4 * 2**30  # address space of each process
     # Memory of all processes together, looked at every second: beyond it they end.
     resident_bytes: float = 4.0 * 2**30
-    num_processes: int = 128  # at a time, the box's own four among them; bubblewrap's
+    num_processes: int = 128  # at a time, the box's own three among them; bubblewrap's
     # Of all files in the box, also those in /tmp and /dev/shm; of one file without
     # bubblewrap.
     disk_bytes: int = 256 * 2**20
