@@ -13,9 +13,8 @@ from collections.abc import Callable
 
 _TOLD, _ANSWERS, _OUT, _ERR = _NAMES = "told", "answers", "out", "err"
 _READ_BYTES = 2**16
-_MOST_READS = (
-    17  # a pipe holds a MiB at most; whoever fills it meanwhile may not hold us
-)
+# A pipe holds a MiB at most, and who fills it meanwhile may not hold us.
+_MOST_READS = 17
 
 
 def redirections(folder: pathlib.Path) -> str:
