@@ -95,7 +95,7 @@ class RunTest(parameterized.TestCase):
             # The draft that was mended pays its second wrong attempt and not its
             # solution; the one that never is pays everyone, three times.
             kinds = {"the solution": 1, "doing nothing": 3}
-            kinds |= {f"wrong attempt {n}": 3 + (n == 2) for n in range(1, 7)}
+            kinds |= {f"wrong attempt {n}": 3 + (n == 2) for n in range(1, 8)}
             self.assertEqual(told["failures"], kinds)
             made = environments.make(f"harbor:{told['folder']}")
             self.assertEqual([*made.by_id], ["0000_lines", "0001_names"])
