@@ -115,8 +115,9 @@ def _backward(scale, residuals, cotangents):  # noqa: ANN001, ANN202
         )
         d_scores = (probs * (d_probs - shift[:, None, :, 0])).astype(q.dtype)
         dq_NHT = scale * jnp.einsum("nhs,nst->nht", k_NHS, d_scores)
-        dk = rest * jnp.einsum("nst,nth->nsh", d_scores, q)
-        dv = jnp.einsum("nst,nto->nso", probs.astype(v.dtype), d_out)
+        dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+        dk = rest * dot("nst,nth->nsh", d_scores, q)
+        dv = dot("nst,nto->nso", probs.astype(v.dtype), d_out)
         seen = k.shape[1]
         return tuple(
             c.at[:, :seen].add(d) for c, d in zip(carry, (dk, dv), strict=True)
