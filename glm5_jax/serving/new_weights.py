@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from absl import logging
 
 from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import leaves as leaves_lib
@@ -181,12 +180,6 @@ def _seen(
     while True:
         try:
             return store.read(name, held)
-        except manifest.StoreError as error:
-            if held is None:
-                raise
-            logging.warning("%s Reading it from the last whole version.", error)
-            held = None
-            continue
         except FileNotFoundError as error:
             if time.monotonic() > deadline:
                 raise config_lib.InputError(

@@ -74,6 +74,14 @@ class GroupedCodesTest(parameterized.TestCase):
             *args, plain = make_inputs(kind, 1, False)
             self.check(args, plain, "tpu")
 
+    def test_mapped_entries_are_what_each_gives_alone(self):
+        x, *others = make_inputs("int8", 4, False)[:4]
+        how = {"implementation": "tpu_interpret"}
+        run = jax.jit(lambda x: grouped_codes(x, *others, FIRST, **how))
+        both = jnp.stack([x, 2 * x])
+        want = [run(x) for x in both]
+        np.testing.assert_array_equal(jax.vmap(run)(both), jnp.stack(want))
+
     def check(self, args, plain, implementation):
         name = "tpu_interpret" if implementation == "tpu" else implementation
         got = grouped_codes(*args, FIRST, implementation=name)

@@ -71,9 +71,7 @@ class Reader:
     def follow(self, held: Snapshot | None = None) -> Snapshot | None:
         """Returns the last complete version, or None if `held` is it.
 
-        A difference that does not fit is not the end: the version is then read again
-        from the last whole one. If that fails too, the trainer's `Writer.restart` lets
-        a whole version follow.
+        If it is damaged, the trainer's `Writer.restart` lets a whole version follow.
 
         Args:
           held: what this method returned last; its memory is shared where it can be.
@@ -92,11 +90,6 @@ class Reader:
                 is_last = attempt + 1 == _ATTEMPTS
                 if is_last or name == self.latest():  # no newer one has replaced it
                     raise StoreError(f"{name.folder} lacks a file: {error}.") from error
-            except StoreError as error:
-                if held is None:
-                    raise
-                logging.warning("%s Reading it from the last whole version.", error)
-                held = None
         raise AssertionError("the last attempt returns or raises")
 
     def read(self, name: manifest.Name, held: Snapshot | None = None) -> Snapshot:
@@ -104,12 +97,22 @@ class Reader:
 
         Args:
           name: of the version.
-          held: a version in memory, which saves reading the ones before it.
+          held: a version in memory, which saves reading the ones before it. If the
+            difference to it does not fit, all are read from the last whole one.
 
         Raises:
           FileNotFoundError: the version, or one that it needs, is not there.
           StoreError: one is damaged.
         """
+        try:
+            return self._read(name, held)
+        except StoreError as error:
+            if held is None:
+                raise
+            logging.warning("%s Reading it from the last whole version.", error)
+            return self._read(name, None)
+
+    def _read(self, name: manifest.Name, held: Snapshot | None) -> Snapshot:
         chain = [self._source.read(name)]
         while (base := chain[-1].base) is not None:
             if held is not None and held.name == base:
