@@ -15,17 +15,47 @@ async def begin(
     model: served.Served,
     asked: Sequence[requests.Request],
     turns: Sequence[turn.Turn],
+    weight_version: int | None = None,
 ) -> "Answers":
     """Submits requests, whose prompts another server may have to read first.
 
+    Args:
+        model: that answers.
+        asked: the requests.
+        turns: one for each request.
+        weight_version: of the weights that draw every token; None allows any.
+
     Raises:
         InputError: a request is wrong.
-        ApiError: the server is shutting down.
+        ApiError: the weights are of another version, or the server is shutting down.
     """
     if model.fetcher is not None:
         prompts = {id(request.prompt): request.prompt for request in asked}
         await asyncio.gather(*map(model.fetcher.fetch, prompts.values()))
-    return Answers(model, asked, turns)
+    if weight_version is not None:
+        await _require_version(model, weight_version)
+    return Answers(model, asked, turns, weight_version)
+
+
+async def _require_version(model: served.Served, wanted: int) -> None:
+    """Checks the version of the weights between two dispatches.
+
+    Raises:
+        ApiError: it is another one, or the server is shutting down.
+    """
+    try:
+        told = model.service.call(lambda engine: engine.version)
+    except service_lib.ClosedError as error:
+        raise errors.busy("The server is shutting down.", 503) from error
+    version = await asyncio.wrap_future(told)
+    if version != wanted:
+        raise _other_version(f"This server's weights are of version {version}", wanted)
+
+
+def _other_version(what: str, wanted: int) -> errors.ApiError:
+    """Returns the answer to a request that is pinned to a version."""
+    message = f"{what}, but the request wants weight_version={wanted}."
+    return errors.ApiError(409, message, "weight_version")
 
 
 class Answers:
@@ -43,15 +73,16 @@ class Answers:
         model: served.Served,
         asked: Sequence[requests.Request],
         turns: Sequence[turn.Turn],
+        weight_version: int | None = None,
     ) -> None:
-        """Submits the requests; a running event loop is needed.
+        """Submits the requests, see `begin`; a running event loop is needed.
 
         Raises:
             InputError: a request is wrong.
             ApiError: the server is shutting down.
         """
         loop = asyncio.get_running_loop()
-        self.turns = turns
+        self.turns, self._weight_version = turns, weight_version
         self._service, self._asked = model.service, asked
         self._open: set[int] = set()
         self._events: asyncio.Queue[_Letter] = asyncio.Queue()
@@ -74,11 +105,13 @@ class Answers:
         The last one of each request comes after its turn's `end`.
 
         Raises:
-            ApiError: the engine failed, or the time is up.
+            ApiError: the engine failed, or the time is up, or weights of another
+                version than the one that is wanted drew a token.
         """
         try:
             while self._open:
                 index, event = await self._next()
+                self._require_version_of(event)
                 read = self.turns[index]
                 had_stopped = read.stop_string is not None
                 delta = read.feed(event)
@@ -98,6 +131,21 @@ class Answers:
         """Waits for all answers."""
         async for _ in self.deltas():
             pass
+
+    def _require_version_of(self, event: service_lib.Event) -> None:
+        """Checks the weights that drew tokens.
+
+        Raises:
+            ApiError: they are not of the version that is wanted.
+        """
+        wanted = self._weight_version
+        if wanted is None or isinstance(event, service_lib.End):
+            return
+        if others := [version for version in event.versions if version != wanted]:
+            raise _other_version(
+                f"Weights of version {others[0]} came while the answer was drawn",
+                wanted,
+            )
 
     async def _next(self) -> tuple[int, service_lib.Event]:
         letter = await self._events.get()

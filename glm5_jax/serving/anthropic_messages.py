@@ -31,6 +31,7 @@ class MessagesBody(bodies.Body):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    weight_version: int | None = None
     stream: bool | None = None
 
     @property
@@ -58,6 +59,7 @@ class MessagesBody(bodies.Body):
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
+            weight_version=self.weight_version,
         )
         if self.max_tokens is not None:
             room = model.room(len(chat.render(model, body)))

@@ -62,6 +62,7 @@ class Sampling(Body):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False  # draws max_tokens, whatever the model's own end tokens
     stream: bool | None = None
+    weight_version: int | None = None  # of the weights that draw all of it; None: any
     # The form of the answer, see structured.py.
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None

@@ -130,7 +130,7 @@ async def begin(model: served.Served, body: ChatBody) -> Conversation:
     asked = body.requests(model, prompt, size, ends, body.top_logprobs, constraint)
     stop = body.stop_strings
     turns = [turn.chat(template, prompt, calls.tools, stop) for _ in asked]
-    under_way = await answers.begin(model, asked, turns)
+    under_way = await answers.begin(model, asked, turns, body.weight_version)
     return Conversation(model, prompt, under_way)
 
 

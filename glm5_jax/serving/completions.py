@@ -90,7 +90,7 @@ async def begin(model: served.Served, body: CompletionBody) -> Continuation:
     scores = await _scores(model, body, prompts)
     number = len(prompts) * body.num_choices
     turns = [turn.Turn(turn.TextReader(model.text), stop) for _ in range(number)]
-    under_way = await answers.begin(model, asked, turns)
+    under_way = await answers.begin(model, asked, turns, body.weight_version)
     return Continuation(model, body, prompts, scores, under_way)
 
 

@@ -32,6 +32,7 @@ class ResponsesBody(bodies.Body):
     text: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
+    weight_version: int | None = None
     stream: bool | None = None
 
     def as_chat(self) -> chat.ChatBody:
@@ -63,6 +64,7 @@ class ResponsesBody(bodies.Body):
             max_tokens=self.max_output_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
+            weight_version=self.weight_version,
             reasoning_effort=(self.reasoning or {}).get("effort"),
             response_format=_format((self.text or {}).get("format")),
         )

@@ -96,7 +96,7 @@ async def generate(model: served.Served, body: GenerateBody) -> dict[str, Any]:
     asked = settings.requests(model, prompt, size, ends, others, constraint)
     told = await _of_prompt(model, prompt, settings.prompt_logprobs)
     turns = [turn.Turn(_NoText()) for _ in asked]
-    under_way = await answers.begin(model, asked, turns)
+    under_way = await answers.begin(model, asked, turns, settings.weight_version)
     await under_way.finish()
     choices = []
     for index, read in enumerate(under_way.turns):

@@ -165,6 +165,40 @@ class UpdateTest(server_test.ClientTest):
         self.post("/start_weight_update")
         self.assertEqual(self.update(self.version)[0], 400)
 
+    def test_requests_that_are_pinned_to_a_version(self):
+        """All of their tokens are of that version, or there is no answer but 409."""
+        version = self.service.stats().version
+        other = version + 1
+        said = [{"role": "user", "content": "Hi"}]
+        for path, body in (
+            ("/v1/chat/completions", {"messages": said, "stream": True}),
+            ("/v1/completions", {"prompt": "a"}),
+            ("/v1/messages", {"messages": said, "max_tokens": 2}),
+            ("/v1/responses", {"input": "Hi"}),
+        ):
+            answer = self.post(path, **body, weight_version=other)
+            self.assertEqual(answer[0], 409, path)
+            words = (
+                f"of version {version}, but the request wants weight_version={other}"
+            )
+            self.assertIn(words, self.message(answer))
+
+        path, sampling = "/inference/v1/generate", {"max_tokens": 2}
+        body = {"token_ids": [97], "sampling_params": sampling}
+        for wanted, status in ((other, 409), (version, 200)):
+            sampling["weight_version"] = wanted
+            self.assertEqual(self.post(path, **body)[0], status)
+        self.service.pause().result()
+        with futures.ThreadPoolExecutor() as pool:
+            asked = pool.submit(self.post, path, **body)
+            server_test.wait_until(lambda: self.service.stats().waiting == 1)
+            params = jax.tree.map(jnp.asarray, scripted.params())
+            self.service.publish(params, other).result()
+            self.service.resume().result()
+            answer = asked.result()
+        self.assertEqual(answer[0], 409)
+        self.assertIn(f"Weights of version {other} came", self.message(answer))
+
     def require_a_late_version_is_waited_for(self):
         """As where NFS shows another host's folder a minute after it is there."""
         folder = self.root / "allowed" / self.version

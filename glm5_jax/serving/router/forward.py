@@ -16,9 +16,10 @@ from glm5_jax.serving import sse
 from glm5_jax.serving.router import events, session, upstream
 from glm5_jax.serving.router import pool as pool_lib
 
-# Another replica may do better. 401 and 403: this one refuses the router's key. 504 is
-# passed on: the request has used all of its time.
-_REFUSALS = frozenset((401, 403, 429, 500, 502, 503))
+# Another replica may do better. 401 and 403: this one refuses the router's key. 409: it
+# has another version of the weights than the request wants. 504 is passed on: the
+# request has used all of its time.
+_REFUSALS = frozenset((401, 403, 409, 429, 500, 502, 503))
 _MAX_BREAKS = 2  # a request that ends a replica must not end all of them
 
 

@@ -15,7 +15,7 @@ from glm5_jax.http_server import guard, listening
 from glm5_jax.serving.router import app
 
 KEY = "inner"  # of the replicas
-_REFUSALS = {"busy": 429, "failing": 500, "closing": 503}
+_REFUSALS = {"busy": 429, "failing": 500, "closing": 503, "other": 409}
 
 
 class Light:
@@ -25,7 +25,8 @@ class Light:
         name: tells which replica answered: its texts begin with it.
         model: name of its model.
         version: of its weights.
-        mode: "ok"; "busy" (429), "failing" (500) or "closing" (503); "half": breaks
+        mode: "ok"; "busy" (429), "failing" (500), "closing" (503) or "other"
+            (409: has other weights than the request wants); "half": breaks
             within its third token, or within a whole answer; "silent": opens a stream
             and sends no token; "unwell": /health answers 500.
         is_open: a stream's last token waits for it.

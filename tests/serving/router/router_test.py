@@ -155,14 +155,14 @@ class PassingTest(RouterTest):
 class RetryTest(RouterTest):
     async def test_one_that_is_busy_or_fails_is_not_heard_of(self):
         await self.started()
-        for mode in ("busy", "failing", "closing", "half"):
+        for mode in ("busy", "failing", "closing", "other", "half"):
             home, others = await self.home(mode)
             home.mode = mode
             status, _, text = await self.post(GENERATE, {"X-Session-ID": mode})
             self.assertEqual(status, 200, mode)
             self.assertIn(json.loads(text)["name"], [one.name for one in others])
             home.mode = "ok"
-        self.assertIn("glm5_jax_router_retries_total 4\n", await self.figures())
+        self.assertIn("glm5_jax_router_retries_total 5\n", await self.figures())
 
     async def test_all_are_busy(self):
         await self.started()
@@ -177,6 +177,10 @@ class RetryTest(RouterTest):
             one.mode = "failing"
         status, _, text = await self.post(GENERATE)
         self.assertEqual((status, json.loads(text)["error"][0] in "abc"), (500, True))
+        for one in self.lights:
+            one.mode = "other"  # a request for a version that none has
+        status, _, _ = await self.post(GENERATE)
+        self.assertEqual(status, 409)
 
     async def test_a_request_that_breaks_replicas_meets_two(self):
         await self.started()
