@@ -130,6 +130,9 @@ class RLConfig:
     episode_timeout_seconds: float = 600.0
     # Held-out tasks of an evaluation, all different, each answered once.
     num_eval_tasks: int = 128
+    # Evaluate while the training goes on, in stage async_rl. Newer weights may draw the
+    # last tokens of an evaluation, which tells their share; the run's last one waits.
+    evaluates_beside: bool = False
     # Lowest held-out success at which a run may start: below it, most groups have no
     # reward. With 0 here and max_start_success=1, nothing is measured.
     min_start_success: float = 0.05

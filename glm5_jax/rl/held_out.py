@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from absl import logging
 
@@ -12,6 +13,13 @@ from glm5_jax.rl import episodes as episodes_lib
 
 FIRST_ID = 2**30  # of requests; those of training are below
 _MAX_DRAWS = 16  # draws per held-out task, to find one unlike the others
+
+
+class Evaluation(NamedTuple):
+    """Episodes of held-out tasks that were played while weights may have changed."""
+
+    version: int  # of the weights as it began
+    episodes: Sequence[episodes_lib.Episode]
 
 
 def jobs(
@@ -66,6 +74,19 @@ def figures(episodes: Sequence[episodes_lib.Episode]) -> dict[str, float]:
         "eval/reward": sum(reward for _, reward in valid) / max(len(valid), 1),
         "eval/tasks": len(valid),
         "eval/invalid": len(episodes) - len(valid),
+    }
+
+
+def mixed_figures(evaluation: Evaluation) -> dict[str, float]:
+    """Returns the figures, and of which versions the sampled tokens are."""
+    samples = [sample for e in evaluation.episodes for sample in e.samples]
+    drawn = [v for s in samples for v, m in zip(s.versions, s.mask, strict=True) if m]
+    is_first = [version == evaluation.version for version in drawn]
+    return {
+        **figures(evaluation.episodes),
+        "eval/version": evaluation.version,
+        "eval/version_last": max([evaluation.version, *drawn]),
+        "eval/version_share": sum(is_first) / max(len(is_first), 1),
     }
 
 

@@ -178,8 +178,9 @@ class _Loop:
                 logging.info("Compiling the evaluation ...")
             self._watchdog.beat()
             with clock.paused("evaluate"):
-                self._last = run.evaluation = evaluate(run)
-                metrics |= self._last
+                if found := evaluate(run):
+                    self._last = run.evaluation = found
+                    metrics = _without_figures(metrics) | found
             due |= self._end_if_reached()
         if due & {"save", "copy"}:
             with clock.paused("save"), self._watchdog.paused():
@@ -188,7 +189,8 @@ class _Loop:
                 else:
                     run.copy()
         is_due = _is_due(run.step, run.config.log_every)
-        if is_due or "evaluate" in due:
+        has_figures = metrics.keys() != _without_figures(metrics).keys()
+        if is_due or "evaluate" in due or has_figures:
             counts = run.health.counts()
             own = hosts.tell(run.workdir, run.step, run.position, clock.recent())
             self._writer.write(run.step, metrics | counts | own | clock.goodput())
@@ -248,9 +250,20 @@ class _Loop:
 
 
 def evaluate(run: run_lib.Run) -> dict[str, float]:
-    """Returns the held-out figures of the stage and of eval_suites."""
-    figures = run.feed.evaluate(run.params, run.position, run.to_devices)
+    """Returns the held-out figures of the stage and of eval_suites.
+
+    Those of the stage may come with a later step's metrics instead.
+    """
+    figures: dict[str, float] = {}
+    is_last = run.step == run.config.num_steps
+    if is_last or not run.feed.evaluate_beside(run.params, run.position):
+        figures = run.feed.evaluate(run.params, run.position, run.to_devices)
     return figures | suites.evaluate(run.config, run.params, run.feed.tokenizer)
+
+
+def _without_figures(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Returns all but those of an evaluation, which may be of an earlier step."""
+    return {k: value for k, value in metrics.items() if not k.startswith("eval/")}
 
 
 def write_sample(run: run_lib.Run) -> str:

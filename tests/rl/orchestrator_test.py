@@ -11,7 +11,7 @@ from absl.testing import parameterized
 
 from glm5_jax.environments import protocol
 from glm5_jax.inference import requests
-from glm5_jax.rl import completer
+from glm5_jax.rl import completer, held_out
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl.actors import failing
 from glm5_jax.rl.actors import groups as groups_lib
@@ -346,6 +346,74 @@ class OrchestratorTest(parameterized.TestCase):
                 return first, made.engines_idle_share(), made.engines_idle_share()
 
         self.assertEqual(asyncio.run(play()), (0.5, 1.0, 0.0))
+
+    def test_an_evaluation_goes_on_while_steps_take_their_groups(self):
+        """Its tokens have the versions that drew them, and a second one must wait."""
+        playing, may_end = asyncio.Event(), asyncio.Event()
+
+        class Waiting(Engine):
+            async def complete(self, request):
+                is_held_out = request.id >= held_out.FIRST_ID
+                if is_held_out and request.id % 2 and not may_end.is_set():
+                    playing.set()
+                    await may_end.wait()
+                return await super().complete(request)
+
+        engine, taskset = Waiting(), Lucky()
+        jobs = [
+            episodes_lib.Job(taskset.task("held_out", 0, i), i, held_out.FIRST_ID + i)
+            for i in range(4)
+        ]
+
+        async def run():
+            made = make(engine, taskset, groups_lib.Groups(1, 1))
+            beside, task = made.evaluation, asyncio.create_task(made.run())
+            self.assertTrue(beside.begin(jobs, 0))
+            async with asyncio.timeout(60):
+                await playing.wait()
+                for step in range(3):
+                    await made.take(STALL)
+                    engine.version = step + 1
+                    made.published(step + 1)
+                self.assertIsNone(beside.taken())
+                with self.assertLogs(level="WARNING") as logs:
+                    self.assertFalse(beside.begin(jobs, 3))
+                self.assertIn("version 0 is still under way", logs.output[0])
+                may_end.set()
+                while (found := beside.taken()) is None:
+                    await asyncio.sleep(0.001)
+                self.assertTrue(beside.begin(jobs, 3))
+            task.cancel()
+            await asyncio.wait({task})
+            return found
+
+        found = asyncio.run(run())
+        self.assertEqual([e.group for e in found.episodes], [0, 1, 2, 3])
+        figures = held_out.mixed_figures(found)
+        self.assertEqual(figures["eval/success"], 1.0)
+        names = "eval/version", "eval/version_last", "eval/version_share"
+        self.assertEqual([figures[name] for name in names], [0, 3, 0.5])
+
+    def test_an_evaluation_is_given_up_with_its_engine(self):
+        fails = []
+        engine, taskset = Engine(fails=lambda: bool(fails)), Lucky()
+        job = episodes_lib.Job(taskset.task("held_out", 0, 0), 0, held_out.FIRST_ID)
+
+        async def run():
+            made = make(engine, taskset, groups_lib.Groups(1, 0))
+            task = asyncio.create_task(made.evaluation.run())
+            fails.append(True)
+            made.evaluation.begin([job], 0)
+            with self.assertLogs(level="WARNING") as logs:
+                async with asyncio.timeout(60):
+                    while not made.evaluation.begin([job], 1):
+                        await asyncio.sleep(0.001)
+            self.assertIn("The evaluation of version 0 is given up", str(logs.output))
+            self.assertIsNone(made.evaluation.taken())
+            task.cancel()
+            await asyncio.wait({task})
+
+        asyncio.run(run())
 
     def test_fewer_episodes_run_than_may_if_their_texts_are_lost(self):
         async def play():

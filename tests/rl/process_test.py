@@ -240,6 +240,23 @@ class ProcessTest(parameterized.TestCase):
         asked = {body["sampling_params"]["seed"] for body in server.requests}
         self.assertEqual(asked, {held_out.FIRST_ID + i for i in range(4)})
 
+    def test_an_evaluation_beside_the_steps_comes_with_a_later_one(self):
+        server = Server()
+
+        async def run():
+            async with orchestrating(server) as ask:
+                await ask("/publish", folder="i0-v3", version=3)
+                await ask("/start", groups={})
+                self.assertEqual(await ask("/evaluate_beside", version=3), (200, {}))
+                for version in itertools.count():
+                    _, answer = await ask("/take", version=version)
+                    if answer["evaluated"] is not None:
+                        return answer["evaluated"]
+
+        version, records = asyncio.run(run())
+        self.assertEqual(version, 3)
+        self.assertLen(trajectories.all_from_json(records), 4)
+
     def test_a_server_that_missed_a_version_gets_it(self):
         server, router = Server(), remote_test.Router(["ready", "ready"])
         server.routes = lambda: [*Server.routes(server)[:2], *router.routes()]

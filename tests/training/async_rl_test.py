@@ -13,6 +13,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from unittest import mock
 
 import jax
@@ -29,7 +30,7 @@ from glm5_jax import config as config_lib
 from glm5_jax import environments
 from glm5_jax.rl.actors import orchestrator as orchestrator_lib
 from glm5_jax.training import loop, policy
-from glm5_jax.training.feeds import engine_processes, player, rollouts
+from glm5_jax.training.feeds import engine_processes, own_engine, player, rollouts
 from glm5_jax.training.reporting import metrics
 from glm5_jax.training.run import health
 from glm5_jax.training.run import state as run_lib
@@ -122,6 +123,33 @@ class AsyncTest(runs.OneDeviceTest):
         self.assertEqual([r["step"] for r in records], [1, 2])
         last = records[-1]
         self.assertGreater(last["groups/running"] + last["groups/ready"], 0)
+
+    def test_an_evaluation_s_figures_come_with_a_later_step(self):
+        """Here with the next one, which waits for them so that it is the same one."""
+        beside = {"evaluates_beside": True}
+        config = rl_runs.make_async(2, beside, num_steps=3, eval_every=1)
+        take = own_engine.OwnEngine.take
+
+        def after_the_evaluation(actors, version):
+            def is_under_way(made):
+                return made.evaluation._under_way is not None
+
+            while actors._local.call(is_under_way):
+                time.sleep(0.002)
+            return take(actors, version)
+
+        folder = self.root / "beside"
+        with (
+            runs.compile_once(STALE),
+            mock.patch.object(own_engine.OwnEngine, "take", after_the_evaluation),
+        ):
+            self.train(config, folder, SLOW)
+        records = metrics.read(folder / "metrics.jsonl")
+        found = [
+            (r["step"], r.get("eval/version")) for r in records if "eval/tasks" in r
+        ]
+        self.assertEqual(found, [(2, 1), (3, None)])  # the last one is waited for
+        self.assertEqual(records[1]["eval/version_share"], 1.0)
 
     def test_a_rollback_learns_from_newer_groups(self):
         """Step 4 is NaN, and the checkpoint of step 2 is followed by other groups."""
@@ -300,6 +328,12 @@ class GateTest(parameterized.TestCase):
             "num_engines must not be set in stage",
         ),
         (
+            "beside",
+            "rl",
+            {"evaluates_beside": True},
+            "evaluates_beside must be false in stage",
+        ),
+        (
             "quantized",
             "async_rl",
             {"num_engines": 1, "rollout_weights": "int8"},
@@ -337,6 +371,12 @@ class GateTest(parameterized.TestCase):
             self.assertRaisesRegex(config_lib.InputError, r'"glm5_jax\[serve\]"'),
         ):
             engine_processes.EngineProcesses(config)
+
+    def test_figures_of_a_step_before_the_next_one_need_an_evaluation_that_waits(self):
+        with self.assertRaisesRegex(config_lib.InputError, "evaluates_beside must be"):
+            rl_runs.make_async(
+                1, {"evaluates_beside": True}, eval_every=1, stop_metric="eval/success"
+            )
 
     def test_staleness_is_not_negative(self):
         with self.assertRaisesRegex(config_lib.InputError, "max_staleness must be"):

@@ -16,6 +16,7 @@ from tests.training import rl_runs
 CONFIG = rl_runs.make_async(1, {"num_engines": 1})
 STEP = {
     "played": trajectories.pack([[], []]),
+    "evaluated": [2, trajectories.all_to_json([])],
     "counts": {"groups": 2},
     "ledger": {},
     "figures": {},
@@ -65,6 +66,7 @@ class EngineProcessesTest(runs.FolderTest):
             taken = self.asking(port).take(3)
             self.assertEqual(self.asking(port).evaluate(), [])
         self.assertEqual(taken.metrics["rollout/groups"], 2)
+        self.assertEqual(taken.evaluated, (2, []))
         self.assertEqual(taken.metrics["actors/loop_lag_seconds"], 0.25)
         body = {"version": 3, "seconds": engine_processes._TURN_SECONDS}
         self.assertEqual(asked[:3], [("/take", body)] * 3)

@@ -8,7 +8,7 @@ from absl.testing import absltest
 
 from glm5_jax.environments import protocol
 from glm5_jax.rl import episodes as episodes_lib
-from glm5_jax.rl import gateway, trajectories
+from glm5_jax.rl import gateway, held_out, trajectories
 from glm5_jax.training.feeds import actors, shared_actors
 from tests import environment
 
@@ -45,6 +45,7 @@ TAKEN = actors.Taken(
     [ONE, FOUR],
     [FOUR],
     {"groups/done": 3, "actors/engines_idle_share": 0.25},
+    held_out.Evaluation(3, [FOUR]),
 )
 
 
@@ -70,6 +71,8 @@ class SharedActorsTest(absltest.TestCase):
             self.assertEqual(records(ours), records(theirs))
         self.assertEqual([*map(records, taken.groups)], [*map(records, TAKEN.groups)])
         self.assertEqual(taken.metrics, TAKEN.metrics)
+        self.assertEqual(taken.evaluated.version, 3)
+        self.assertEqual(records(taken.evaluated.episodes), records([FOUR]))
 
     def test_process_0_asks_and_others_read(self):
         first, told, met = self.made(), {}, []
@@ -84,7 +87,7 @@ class SharedActorsTest(absltest.TestCase):
             with mock.patch.object(together, "from_first", tell):
                 self.require_taken(first.take(4))
             (file,) = self.folder.iterdir()
-            self.assertEqual(file.read_text().count('"transcript"'), 4)  # each once
+            self.assertEqual(file.read_text().count('"transcript"'), 5)  # each once
             other = shared_actors.SharedActors(
                 mock.Mock(spec=actors.Actors), self.folder
             )
@@ -119,9 +122,13 @@ class SharedActorsTest(absltest.TestCase):
         self.asked.publish.assert_called_once_with({"w": 1}, 2)
         with mock.patch.object(shared_actors.together, "is_first", return_value=False):
             made.start({})
+            made.evaluate_beside(2)
         self.asked.start.assert_not_called()
+        self.asked.evaluate_beside.assert_not_called()
         made.start({"next": 0})
         self.asked.start.assert_called_once_with({"next": 0})
+        made.evaluate_beside(3)
+        self.asked.evaluate_beside.assert_called_once_with(3)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,13 @@ def _rules(config: record.Config) -> list[record.Rule]:
             f"they take weights that are not quantized. Set rl.num_engines=0 without "
             f"rl.servers, or rl.rollout_weights='same'.",
         ),
+        (
+            not config.rl.evaluates_beside
+            or not (config.stop_metric or config.checkpoints_keep_best),
+            "rl.evaluates_beside must be false with stop_metric or "
+            "checkpoints_keep_best, got true: they need the figures of a step before "
+            "the next one.",
+        ),
     ]
 
 

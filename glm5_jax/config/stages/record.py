@@ -43,6 +43,16 @@ class Config(Protocol):
         ...
 
     @property
+    def stop_metric(self) -> str:
+        """The figure of an evaluation that ends the run, or ""."""
+        ...
+
+    @property
+    def checkpoints_keep_best(self) -> int:
+        """The checkpoints that evaluations choose."""
+        ...
+
+    @property
     def model(self) -> ModelConfig:
         """The section of the model."""
         ...

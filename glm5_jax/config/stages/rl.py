@@ -69,6 +69,11 @@ def own_engine_rules(config: record.Config) -> list[record.Rule]:
             f"rl.clears_cache must be false in stage {config.stage!r}, got true: no "
             f"episode is under way when weights change. Set stage='async_rl'.",
         ),
+        (
+            not config.rl.evaluates_beside,
+            f"rl.evaluates_beside must be false in stage {config.stage!r}, got true: "
+            f"its engine plays for one purpose at a time. Set stage='async_rl'.",
+        ),
     ]
 
 

@@ -17,7 +17,7 @@ from absl import logging
 from glm5_jax.inference import requests
 from glm5_jax.rl import advantages, completer
 from glm5_jax.rl import episodes as episodes_lib
-from glm5_jax.rl.actors import failing
+from glm5_jax.rl.actors import beside, failing
 from glm5_jax.rl.actors import groups as groups_lib
 from glm5_jax.rl.actors import window as window_lib
 
@@ -65,6 +65,7 @@ class Orchestrator:
         self._engine = _Watched(context.engine, self.window)
         self._context = dataclasses.replace(context, engine=self._engine)
         self._jobs, self._drop_equal = jobs, drop_equal
+        self.evaluation = beside.Beside(self._context)
         self.groups = groups
         self._failing = failing.Failing()
         self.num_running = 0  # episodes
@@ -87,6 +88,7 @@ class Orchestrator:
         """
         try:
             async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self.evaluation.run())
                 while True:
                     while (jobs := await self._next()) is not None:
                         tasks.create_task(self._play(*jobs))

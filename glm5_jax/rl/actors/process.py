@@ -4,6 +4,7 @@
     POST /publish {"folder": "...", "version": 3}  gives the servers new weights
     POST /take    {"version": 3, "seconds": 60}    waits for the groups of a step
     POST /evaluate {"seconds": 60}                 plays the held-out tasks
+    POST /evaluate_beside {"version": 3}           the same; a later /take has them
     POST /memory  {"version": 3}                   what a checkpoint must keep
     GET  /status                                   what a person wants to see
 
@@ -79,6 +80,7 @@ class Process:
             ("/publish", self._publish),
             ("/take", self._take),
             ("/evaluate", self._evaluate),
+            ("/evaluate_beside", self._evaluate_beside),
             ("/memory", self._memory),
         ):
             app.router.add_post(path, _answering(handler))
@@ -183,8 +185,11 @@ class Process:
         # In a thread: a thousand episodes take longer than the loop may be late.
         wanted = [*groups, played.episodes, played.unused]
         packed = await asyncio.to_thread(trajectories.pack, wanted)
+        evaluated = made.evaluation.taken()
         return {
             "played": packed,
+            "evaluated": evaluated
+            and [evaluated.version, trajectories.all_to_json(evaluated.episodes)],
             "counts": played.counts,
             "ledger": self._orchestrator.groups.ledger(),
             "figures": self._orchestrator.figures(),
@@ -200,6 +205,11 @@ class Process:
             return _NOT_READY
         played = self._asked_for.pop("/evaluate").result()
         return {"episodes": trajectories.all_to_json(played)}
+
+    async def _evaluate_beside(self, body: dict[str, Any]) -> dict[str, Any]:
+        assert self._orchestrator is not None, "/start comes first"
+        self._orchestrator.evaluation.begin(self._held_out, body["version"])
+        return {}
 
     async def _is_ready(
         self,

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from glm5_jax.rl import episodes as episodes_lib
+from glm5_jax.rl import held_out
 from glm5_jax.training.feeds import groups as groups_lib
 
 
@@ -16,6 +17,7 @@ class Taken:
     episodes: Sequence[episodes_lib.Episode]  # that ended since the last step
     unused: Sequence[episodes_lib.Episode]  # that no step learns from
     metrics: Mapping[str, float | int]
+    evaluated: held_out.Evaluation | None = None  # that is over since the last step
 
 
 @runtime_checkable
@@ -39,6 +41,17 @@ class Actors(Protocol):
 
     def evaluate(self) -> Sequence[episodes_lib.Episode]:
         """Plays the held-out tasks with the weights that were published last."""
+        ...
+
+    def evaluate_beside(self, version: int) -> None:
+        """Plays them while the trainer goes on; a later `take` returns them.
+
+        Does nothing while such an evaluation is under way. One is lost with the engines
+        that play it.
+
+        Args:
+          version: that was published last.
+        """
         ...
 
     def memory(self, version: int) -> Mapping[str, Any]:

@@ -92,6 +92,10 @@ class Corpus:
             return bits
         return bits | self._player.evaluate(params, position)
 
+    def evaluate_beside(self, params: dict, position: int) -> bool:
+        """Begins none: the devices that learn are those that evaluate."""
+        return False
+
     def _metrics(self, num_batches: int) -> feed.Metrics:
         """Returns what to log after `num_batches` batches."""
         batches, epochs = self._config.data.batches, self.epochs(num_batches)

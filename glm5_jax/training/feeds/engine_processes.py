@@ -33,7 +33,7 @@ from glm5_jax.http_server import extra
 from glm5_jax.model import transformer
 from glm5_jax.processes import own_folder, simulate, together
 from glm5_jax.rl import episodes as episodes_lib
-from glm5_jax.rl import trajectories
+from glm5_jax.rl import held_out, trajectories
 from glm5_jax.rl.weight_store import manifest
 from glm5_jax.rl.weight_store import writer as writer_lib
 from glm5_jax.training.feeds import actors
@@ -116,11 +116,20 @@ class EngineProcesses:
         metrics["actors/loop_lag_seconds"] = round(found["lag"], 3)
         metrics["actors/servers_repaired"] = found["repaired"]
         *groups, episodes, unused = trajectories.unpack(found["played"])
-        return actors.Taken(groups, episodes, unused, metrics)
+        evaluated = None
+        if found["evaluated"] is not None:
+            version, records = found["evaluated"]
+            played = trajectories.all_from_json(records)
+            evaluated = held_out.Evaluation(version, played)
+        return actors.Taken(groups, episodes, unused, metrics, evaluated)
 
     def evaluate(self) -> Sequence[episodes_lib.Episode]:
         """Plays the held-out tasks beside the other episodes."""
         return trajectories.all_from_json(self._wait_for("/evaluate", {})["episodes"])
+
+    def evaluate_beside(self, version: int) -> None:
+        """Begins to play the held-out tasks, for a later `take`."""
+        self._ask("/evaluate_beside", {"version": version})
 
     def memory(self, version: int) -> Mapping[str, Any]:
         """Returns which groups are done, and which must begin again."""

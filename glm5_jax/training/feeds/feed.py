@@ -66,6 +66,14 @@ class Feed(Protocol):
         """Returns held-out figures of the parameters at a position."""
         ...
 
+    def evaluate_beside(self, params: dict, position: int) -> bool:
+        """Begins an evaluation, whose figures come with a later batch's metrics.
+
+        Returns:
+          False if none can go on beside the training: `evaluate` is for those.
+        """
+        ...
+
     def sample(self, params: dict) -> str:
         """Returns a text that shows what the model does."""
         ...

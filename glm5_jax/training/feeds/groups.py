@@ -36,6 +36,10 @@ class Source(Protocol):
         """Returns success on held-out tasks: see `player.Player.evaluate`."""
         ...
 
+    def evaluate_beside(self, params: dict, position: int) -> bool:
+        """Begins an evaluation for the metrics of a later `play`; False: it cannot."""
+        ...
+
     def memory(self, position: int) -> Mapping[str, Any]:
         """Returns what a checkpoint of a position must keep; it fits JSON."""
         ...

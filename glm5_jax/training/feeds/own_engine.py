@@ -73,12 +73,19 @@ class OwnEngine:
         }
         metrics |= {f"groups/{name}": n for name, n in ledger.items()}
         metrics |= self._local.call(orchestrator_lib.Orchestrator.figures)
+        evaluated = self._local.call(lambda made: made.evaluation.taken())
         groups = [group for _, group in taken]
-        return actors.Taken(groups, played.episodes, played.unused, metrics)
+        return actors.Taken(groups, played.episodes, played.unused, metrics, evaluated)
 
     def evaluate(self) -> Sequence[episodes_lib.Episode]:
         """Plays the held-out tasks beside the other episodes."""
         return self._player.play_held_out()
+
+    def evaluate_beside(self, version: int) -> None:
+        """Begins to play the held-out tasks, for a later `take`."""
+        assert self._local is not None, "start comes first"
+        jobs = self._player.held_out
+        self._local.call(lambda made: made.evaluation.begin(jobs, version))
 
     def memory(self, version: int) -> Mapping[str, Any]:
         """Returns which groups are done, and which must begin again."""

@@ -45,7 +45,7 @@ class Player:
         self._limits.drafter(config.model)  # checks
         self.settings = jobs_lib.settings(config.rl)
         self.num_read = 0  # tokens of prompts that the last episodes made it read
-        self._held_out = held_out.jobs(taskset, config.rl)
+        self.held_out = held_out.jobs(taskset, config.rl)
         self.shown: Sequence[episodes_lib.Episode] = ()
 
     def publish(
@@ -124,7 +124,7 @@ class Player:
 
     def play_held_out(self) -> list[episodes_lib.Episode]:
         """Returns an episode of each held-out task, with the engine's weights."""
-        return self.play(self._held_out, "evaluate")
+        return self.play(self.held_out, "evaluate")
 
 
 def _publish_again(

@@ -134,6 +134,10 @@ class Rollouts:
         """Returns success on held-out tasks: see `player.Player.evaluate`."""
         return self._source.evaluate(params, position)
 
+    def evaluate_beside(self, params: dict, position: int) -> bool:
+        """Begins an evaluation that the trainer does not wait for, if it can."""
+        return self._source.evaluate_beside(params, position)
+
     def memory(self, position: int) -> Mapping[str, Any]:
         """Returns what a checkpoint must keep of the groups that are being played.
 

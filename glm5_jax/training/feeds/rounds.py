@@ -67,6 +67,10 @@ class Rounds:
         """Returns success on held-out tasks: see `player.Player.evaluate`."""
         return self._player.evaluate(params, position)
 
+    def evaluate_beside(self, params: dict, position: int) -> bool:
+        """Begins none: no episode is played while the model learns."""
+        return False
+
     def memory(self, position: int) -> Mapping[str, Any]:
         """Returns nothing: the rollouts of a position are functions of it."""
         return {}

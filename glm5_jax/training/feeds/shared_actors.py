@@ -18,7 +18,7 @@ from typing import Any
 from glm5_jax import files
 from glm5_jax.processes import together
 from glm5_jax.rl import episodes as episodes_lib
-from glm5_jax.rl import trajectories
+from glm5_jax.rl import held_out, trajectories
 from glm5_jax.training.feeds import actors as actors_lib
 
 _FILE = "shared_episodes_{}.json"  # in the folder; one at a time
@@ -64,6 +64,11 @@ class SharedActors:
         made = self._shared(lambda: trajectories.all_to_json(self._actors.evaluate()))
         return trajectories.all_from_json(made)
 
+    def evaluate_beside(self, version: int) -> None:
+        """Begins to play the held-out tasks, for a later `take`."""
+        if together.is_first():
+            self._actors.evaluate_beside(version)
+
     def memory(self, version: int) -> Mapping[str, Any]:
         """Returns what a checkpoint of a version must keep."""
         return self._shared(lambda: self._actors.memory(version))
@@ -107,9 +112,17 @@ class SharedActors:
 
 def _record(taken: actors_lib.Taken) -> dict[str, Any]:
     played = trajectories.pack([*taken.groups, taken.episodes, taken.unused])
-    return {"played": played, "metrics": dict(taken.metrics)}
+    record: dict[str, Any] = {"played": played, "metrics": dict(taken.metrics)}
+    if taken.evaluated is not None:
+        version, episodes = taken.evaluated
+        record["evaluated"] = version, trajectories.all_to_json(episodes)
+    return record
 
 
 def _taken(record: Mapping[str, Any]) -> actors_lib.Taken:
     *groups, episodes, unused = trajectories.unpack(record["played"])
-    return actors_lib.Taken(groups, episodes, unused, record["metrics"])
+    evaluated = None
+    if "evaluated" in record:
+        version, records = record["evaluated"]
+        evaluated = held_out.Evaluation(version, trajectories.all_from_json(records))
+    return actors_lib.Taken(groups, episodes, unused, record["metrics"], evaluated)

@@ -67,7 +67,10 @@ class Stream:
         own = [episode for group in taken.groups for episode in group]
         episodes = taken.episodes or own  # all may have ended before the last step
         self.shown = episodes[: player_lib.NUM_SHOWN]
-        return groups_lib.Played(taken.groups, episodes, taken.unused, taken.metrics)
+        metrics = taken.metrics
+        if taken.evaluated is not None:
+            metrics = {**metrics, **held_out.mixed_figures(taken.evaluated)}
+        return groups_lib.Played(taken.groups, episodes, taken.unused, metrics)
 
     def evaluate(self, params: dict, position: int) -> dict[str, float]:
         """Returns success on held-out tasks, while other episodes continue.
@@ -82,6 +85,14 @@ class Stream:
         played = self._actors.evaluate()
         self.shown = played[: player_lib.NUM_SHOWN]
         return held_out.figures(played)
+
+    def evaluate_beside(self, params: dict, position: int) -> bool:
+        """Begins an evaluation, with rl.evaluates_beside, for a later `play`."""
+        if not (self._config.rl.evaluates_beside and self._is_playing):
+            return False
+        self._actors.publish(params, position)
+        self._actors.evaluate_beside(position)
+        return True
 
     def memory(self, position: int) -> Mapping[str, Any]:
         """Returns which groups are done, and which must begin again."""

@@ -1,0 +1,80 @@
+"""Plays held-out tasks beside the episodes that a trainer learns from.
+
+The trainer does not wait, so new weights may come before the last task is played. Its
+episodes go on with them, as others do, and each token has the version that drew it:
+held_out.py tells how many are of the version that the evaluation began with.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+
+from absl import logging
+
+from glm5_jax.rl import completer, held_out
+from glm5_jax.rl import episodes as episodes_lib
+
+# Requests of an evaluation that the trainer waits for may run at the same time.
+_FIRST_ID = 2**29  # beyond theirs
+
+
+class Beside:
+    """At most one evaluation; every method runs in one event loop."""
+
+    def __init__(self, context: episodes_lib.Context) -> None:
+        """Begins none yet; `run` plays.
+
+        Args:
+          context: of its episodes, settings.num_concurrent of which are under way.
+        """
+        self._context = context
+        self._asked: asyncio.Queue[tuple[int, Sequence[episodes_lib.Job]]] = (
+            asyncio.Queue()
+        )
+        self._under_way: int | None = None  # its version
+        self._over: held_out.Evaluation | None = None
+
+    def begin(self, jobs: Sequence[episodes_lib.Job], version: int) -> bool:
+        """Begins an evaluation; False, with a warning, while another is under way.
+
+        Args:
+          jobs: of the held-out tasks.
+          version: of the weights that the engines have.
+        """
+        if self._under_way is not None:
+            logging.warning(
+                "No evaluation begins with version %d: that of version %d is still "
+                "under way. Raise eval_every, or lower rl.num_eval_tasks.",
+                version,
+                self._under_way,
+            )
+            return False
+        self._under_way = version
+        own = [
+            dataclasses.replace(job, request_id=job.request_id + _FIRST_ID)
+            for job in jobs
+        ]
+        self._asked.put_nowait((version, own))
+        return True
+
+    def taken(self) -> held_out.Evaluation | None:
+        """Returns the evaluation that is over, once."""
+        over, self._over = self._over, None
+        return over
+
+    async def run(self) -> None:
+        """Plays what is begun, until it is cancelled.
+
+        Raises:
+          Exception: of an episode, but for the engines' errors.
+        """
+        while True:
+            version, jobs = await self._asked.get()
+            try:
+                episodes = await episodes_lib.run_all(self._context, jobs)
+                self._over = held_out.Evaluation(version, episodes)
+            except completer.EngineError as error:
+                logging.warning(
+                    "The evaluation of version %d is given up: %s", version, error
+                )
+            self._under_way = None
