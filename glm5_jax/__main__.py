@@ -12,7 +12,7 @@ import sys
 
 COMMANDS = (
     *("train", "evaluate", "generate", "serve", "route", "orchestrate", "chat"),
-    *("prepare", "convert", "quantize", "checkpoint"),
+    *("prepare", "convert", "quantize", "checkpoint", "serve_weights"),
     *("plan", "aot", "ablate", "pipeline", "environments", "episodes"),
 )
 

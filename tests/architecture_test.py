@@ -28,6 +28,7 @@ ENTRY_POINTS = {
     "ablate",
     "pipeline",
     "serve",
+    "serve_weights",
     "route",
     "quantize",
     "orchestrate",

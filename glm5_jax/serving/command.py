@@ -17,6 +17,7 @@ from glm5_jax.inference import commands, engine, leader, placement
 from glm5_jax.inference import limits as limits_lib
 from glm5_jax.inference import service as service_lib
 from glm5_jax.processes import together
+from glm5_jax.rl.weight_store import sources
 from glm5_jax.serving import app, fetching, for_prefill, served
 from glm5_jax.serving.router import pool
 from glm5_jax.weights import generation_config, hub, loading, quantized_loading
@@ -44,6 +45,8 @@ class Options:
       seed: of the random numbers.
       routed_experts: whether answers in token ids can tell the experts of each token.
       weights_root: folder below which clients may name new weights; None forbids it.
+      weights_url: of a weight store, whose versions are read where the folder lacks
+        them.
       max_concurrency: requests that are answered at the same time.
       drain_seconds: for answers under way, after SIGTERM.
       prefill_servers: addresses of servers that read long prompts for this one.
@@ -66,6 +69,7 @@ class Options:
     seed: int = 0
     routed_experts: bool = False
     weights_root: str | None = None
+    weights_url: str | None = None
     max_concurrency: int = 256
     drain_seconds: int = 60
     prefill_servers: Sequence[str] = ()
@@ -145,6 +149,7 @@ def loaded(
             defaults=defaults,
             routed_experts=options.routed_experts,
             weights_root=_folder(options.weights_root),
+            weights_far=_far_store(options),
             fetcher=_fetcher(service, name, options),
         )
 
@@ -223,6 +228,27 @@ def _folder(path: str | None) -> pathlib.Path | None:
     if path is not None and not pathlib.Path(path).is_dir():
         raise config.InputError(f"--weights_root={path} is no folder; make it first.")
     return None if path is None else pathlib.Path(path)
+
+
+def _far_store(options: Options) -> sources.Url | None:
+    """Returns the store that is not a folder of this machine, if there is one.
+
+    Raises:
+      InputError: the address is none, or no client may name weights.
+    """
+    url = options.weights_url
+    if url is None:
+        return None
+    if options.weights_root is None:
+        raise config.InputError(
+            "--weights_url needs --weights_root, a folder, which may be empty: "
+            "clients may name weights only where there is one."
+        )
+    if not url.startswith(("http://", "https://")):
+        raise config.InputError(
+            f"--weights_url must look like http://HOST:PORT, got {url!r}."
+        )
+    return sources.Url(url, options.api_key)
 
 
 def _reporter() -> Callable[[int, int], None]:

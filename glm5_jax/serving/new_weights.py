@@ -1,19 +1,22 @@
 """Reads the weights that a server is to take, beside its running engine.
 
-A version of a weight store may come into sight late, as on NFS: it is waited for. The
-one that was read last stays in memory, so that of a difference to it nothing else is
-read.
+A version of a weight store may come into sight late, as on NFS: it is waited for. Where
+the store is also behind a URL, a version that the folder lacks, or has damaged, is read
+from there. The one that was read last stays in memory, so that of a difference to it
+nothing else is read.
 """
 
 import dataclasses
 import functools
 import pathlib
 import time
+from collections.abc import Sequence
 from concurrent import futures
 from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 
 from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import leaves as leaves_lib
@@ -21,7 +24,7 @@ from glm5_jax.inference import engine as engine_lib
 from glm5_jax.inference import leader, placement
 from glm5_jax.model import transformer
 from glm5_jax.quantization import leaf as quantized
-from glm5_jax.rl.weight_store import manifest, reader
+from glm5_jax.rl.weight_store import manifest, reader, sources
 from glm5_jax.weights import loading
 
 # For a version that another host wrote to come into sight: NFS remembers for a minute
@@ -41,11 +44,15 @@ class Own:
     """Weights that an engine of one process is to take."""
 
     def __init__(
-        self, engine: engine_lib.Engine, path: pathlib.Path, last: Last
+        self,
+        engine: engine_lib.Engine,
+        path: pathlib.Path,
+        last: Last,
+        far: sources.Url | None = None,
     ) -> None:
         """Begins to read in a thread; see `read`."""
         threads = futures.ThreadPoolExecutor(1, "new weights")
-        self._params = threads.submit(read, engine, path, last)
+        self._params = threads.submit(read, engine, path, last, far)
         threads.shutdown(wait=False)
 
     def wait(self) -> None:
@@ -68,26 +75,39 @@ class Own:
 Coming = Own | leader.Coming
 
 
-def begin(engine: engine_lib.Engine, path: pathlib.Path, last: Last) -> Coming:
+def begin(
+    engine: engine_lib.Engine,
+    path: pathlib.Path,
+    last: Last,
+    far: sources.Url | None = None,
+) -> Coming:
     """Begins to read weights, in every process of the engine; in its thread.
 
     Args:
       engine: that is to take them.
       path: see `read`.
       last: of an engine of one process; each of several keeps its own.
+      far: see `read`.
     """
     if isinstance(engine, leader.Leader):
-        return engine.read_everywhere(read_as_member, path)
-    return Own(engine, path, last)
+        return engine.read_everywhere(read_as_member, path, far)
+    return Own(engine, path, last, far)
 
 
-def read_as_member(engine: leader.Member, path: pathlib.Path) -> dict:
+def read_as_member(
+    engine: leader.Member, path: pathlib.Path, far: sources.Url | None = None
+) -> dict:
     """Calls `read` in one of several processes, whose engine keeps what was read."""
     engine.last_read = engine.last_read or Last()
-    return read(engine, path, engine.last_read)
+    return read(engine, path, engine.last_read, far)
 
 
-def read(engine: engine_lib.Engine, path: pathlib.Path, last: Last) -> dict:
+def read(
+    engine: engine_lib.Engine,
+    path: pathlib.Path,
+    last: Last,
+    far: sources.Url | None = None,
+) -> dict:
     """Returns parameters of the engine's shapes, placed as its own are.
 
     Args:
@@ -95,6 +115,7 @@ def read(engine: engine_lib.Engine, path: pathlib.Path, last: Last) -> dict:
       path: of a run, a step, a Hugging Face folder, or a version of a weight store. Of
         an engine of several processes it is a version, of which each reads its windows.
       last: what an earlier call read; the version of this one takes its place.
+      far: another way to the weight store that the path is in.
 
     Raises:
       InputError: the engine's weights are quantized, or the path cannot be used.
@@ -125,8 +146,9 @@ def read(engine: engine_lib.Engine, path: pathlib.Path, last: Last) -> dict:
     if name is None:
         return loading.load_params(path, config, abstract)
     try:
-        store = reader.Reader(path.parent, Needs(abstract))
-        found = _seen(store, name, path.parent, last.snapshot)
+        needs, ways = Needs(abstract), [path.parent, *([far] if far else [])]
+        stores = [reader.Reader(way, needs) for way in ways]
+        found = _seen(stores, name, path.parent, last.snapshot)
         placed = reader.place(found, abstract)
         last.snapshot = found
         return placed
@@ -165,27 +187,41 @@ def _blocks(leaf: Any) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def _seen(
-    store: reader.Reader,
+    stores: Sequence[reader.Reader],
     name: manifest.Name,
     root: pathlib.Path,
     held: reader.Snapshot | None,
 ) -> reader.Snapshot:
-    """Reads a version of the store in a folder, once it is in sight.
+    """Reads a version, once it is in sight, by the first way that has it whole.
+
+    Args:
+      stores: ways to one store; the first is that of a folder.
+      name: of the version.
+      root: the folder.
+      held: see `Reader.read`.
 
     Raises:
-      InputError: it is not, for _VISIBLE_SECONDS.
+      InputError: it is not in sight, for _VISIBLE_SECONDS.
       StoreError: it is damaged.
     """
     deadline = time.monotonic() + _VISIBLE_SECONDS
     while True:
-        try:
-            return store.read(name, held)
-        except FileNotFoundError as error:
-            if time.monotonic() > deadline:
-                raise config_lib.InputError(
-                    f"{name.folder} has not been in sight for {_VISIBLE_SECONDS:g} s "
-                    f"({error}): --weights_root must be the folder that the trainer "
-                    f"writes to, which all hosts share."
-                ) from error
+        failures: list[FileNotFoundError | manifest.StoreError] = []
+        for store in stores:
+            try:
+                return store.read(name, held)
+            except (FileNotFoundError, manifest.StoreError) as error:
+                failures.append(error)
+                logging.log_first_n(logging.WARNING, "%s: %s", 3, name.folder, error)
+        shown = "; ".join(map(str, failures))
+        if isinstance(failures[0], manifest.StoreError):
+            raise manifest.StoreError(shown) from failures[0]
+        if time.monotonic() > deadline:
+            raise config_lib.InputError(
+                f"{name.folder} has not been in sight for {_VISIBLE_SECONDS:g} s "
+                f"({shown}): --weights_root must be the folder that the trainer writes "
+                f"to, which all hosts share, or --weights_url must say where "
+                f"python -m glm5_jax.serve_weights sends it."
+            ) from failures[0]
         time.sleep(_POLL_SECONDS)
         manifest.names(root)  # listing a folder renews what NFS remembers of it

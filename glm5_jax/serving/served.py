@@ -13,6 +13,7 @@ from glm5_jax.data.chat import templates
 from glm5_jax.http_server import errors
 from glm5_jax.inference import grammars as grammars_lib
 from glm5_jax.inference import service as service_lib
+from glm5_jax.rl.weight_store import sources
 from glm5_jax.serving import fetching
 from glm5_jax.serving import letters as letters_lib
 
@@ -32,6 +33,7 @@ class Served:
         max_dispatch_seconds: of the engine, above which it is taken to hang.
         routed_experts: whether the engine records the experts of each token.
         weights_root: folder below which clients may name new weights; None forbids it.
+        weights_far: where versions are read that the folder lacks.
         fetcher: of prompts that other servers read; None reads all of them here.
         created: Unix time.
     """
@@ -46,6 +48,7 @@ class Served:
     max_dispatch_seconds: float = 600.0  # of which the first ones compile
     routed_experts: bool = False
     weights_root: pathlib.Path | None = None
+    weights_far: sources.Url | None = None
     fetcher: fetching.Fetcher | None = None
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 

@@ -94,7 +94,9 @@ class Updates:
         self._coming = None
         try:
             begun = self._model.service.call(
-                lambda at: new_weights.begin(at, path, self._last)
+                lambda at: new_weights.begin(
+                    at, path, self._last, self._model.weights_far
+                )
             )
             coming = await asyncio.wrap_future(begun)
             await asyncio.to_thread(coming.wait)

@@ -34,6 +34,7 @@ FIELDS = {
     "drain_seconds": ("drain_seconds", "6", 6),
     "seed": ("seed", "8", 8),
     "quantize": ("quantize", "w4a8", "w4a8"),
+    "weights_url": ("weights_url", "http://a:1", "http://a:1"),
     "template": ("template", "glm5.2", "glm5.2"),
 }
 
@@ -97,6 +98,14 @@ class FlagsTest(absltest.TestCase):
 
 
 class OptionsTest(absltest.TestCase):
+    def test_a_weight_store_elsewhere_is_beside_a_folder(self):
+        for given, words in (
+            ({"weights_url": "http://a:1"}, "needs --weights_root"),
+            ({"weights_url": "a:1", "weights_root": "."}, "http://HOST:PORT"),
+        ):
+            with self.assertRaisesRegex(config.InputError, words):
+                command._far_store(command.Options(**given))
+
     def test_all_is_compiled_before_the_server_runs(self):
         for warm_up, wanted in ((True, ["warm_up", "run"]), (False, ["run"])):
             calls = mock.Mock()

@@ -1,7 +1,12 @@
 """A process reads of a store what its devices hold, and what has changed since."""
 
+import contextlib
 import dataclasses
 import pathlib
+import runpy
+import shutil
+import socket
+import sys
 import tempfile
 import types
 from unittest import mock
@@ -10,11 +15,13 @@ import jax
 import numpy as np
 from absl.testing import parameterized
 
+from glm5_jax import config
 from glm5_jax.inference import leader
 from glm5_jax.model import transformer
 from glm5_jax.rl.weight_store import manifest, reader, sources, writer
 from glm5_jax.serving import new_weights
-from tests import environment, small_configs
+from tests import environment, forked, small_configs
+from tests.serving import scripted
 
 SHAPE = (8, 6)
 
@@ -124,6 +131,62 @@ class DifferencesTest(parameterized.TestCase):
         last.snapshot = reader.Snapshot(last.snapshot.name, leaves)
         self.opened.clear()
         self.require(lambda p: new_weights.read(engine, p, last), 1, [1, 0, 1])
+
+
+def send_weights(folder, port):
+    """Runs the command serve_weights, in a child."""
+    sys.argv = ["", f"--weights_store={folder}", f"--port={port}", "--api_key=k"]
+    runpy.run_module("glm5_jax.serve_weights", run_name="__main__", alter_sys=True)
+
+
+class FarTest(parameterized.TestCase):
+    """A store in a folder that the server does not see, and behind a URL."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        folder = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        cls.root, cls.own = folder / "trainer", folder / "server"
+        shapes = transformer.abstract_params(small_configs.DENSE_MODEL)
+        params = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes)
+        cls.name = writer.Writer(cls.root).publish(params, 3).name.folder
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        child = forked.PROCESSES.Process(target=send_weights, args=(cls.root, port))
+        child.start()
+        cls.addClassCleanup(child.join)
+        cls.addClassCleanup(child.terminate)
+        cls.url = f"http://127.0.0.1:{port}"
+        scripted.wait_until(cls.is_open)
+
+    @classmethod
+    def is_open(cls):
+        with contextlib.suppress(manifest.StoreError):
+            return bool(sources.Url(cls.url, "k").names())
+
+    def setUp(self):
+        super().setUp()
+        self.own.mkdir()
+        self.addCleanup(shutil.rmtree, self.own)
+
+    def read(self, far):
+        last = new_weights.Last()
+        return new_weights.Own(Engine(), self.own / self.name, last, far)._params
+
+    @parameterized.named_parameters(("missing", None), ("damaged", b"{"))
+    def test_the_next_way_is_tried_where_the_folder_fails(self, manifest_text):
+        if manifest_text is not None:
+            (self.own / self.name).mkdir()
+            (self.own / self.name / manifest.FILE).write_bytes(manifest_text)
+        found = self.read(sources.Url(self.url, "k")).result()
+        np.testing.assert_array_equal(found["norm"], 1)
+
+    def test_both_ways_fail(self):
+        with mock.patch.object(new_weights, "_VISIBLE_SECONDS", 0.0):
+            reading = self.read(sources.Url(self.url, "wrong"))
+            words = "not been in sight for 0 s.*manifest.*401.*serve_weights"
+            with self.assertRaisesRegex(config.InputError, words):
+                reading.result()
 
 
 if __name__ == "__main__":
