@@ -27,6 +27,7 @@ class Run(stateful.RuleBasedStateMachine):
         self.learnt: dict[int, list[int]] = {}  # by step, in the trainer's weights
         self.dropped: set[int] = set()
         self.running: set[int] = set()
+        self.oldest: dict[int, int] = {}  # version of the tokens of a finished group
         self.taken: list[int] | None = None
         self.latest = 0
         self.saved = (
@@ -44,27 +45,49 @@ class Run(stateful.RuleBasedStateMachine):
             assert index not in self.running
             self.running.add(index)
 
-    @stateful.rule(data=strategies.data())
-    def finish(self, data: strategies.DataObject) -> None:
+    @stateful.rule(data=strategies.data(), behind=strategies.integers(0, 4))
+    def finish(self, data: strategies.DataObject, behind: int) -> None:
+        """Of tokens that a server may have drawn with weights from before it began."""
         if self.running:
             index = data.draw(strategies.sampled_from(sorted(self.running)))
             self.running.remove(index)
-            self.groups.finish(index, f"group {index}")
+            self._finish(index, behind)
 
-    @stateful.rule(data=strategies.data(), dies=strategies.booleans())
-    def fail(self, data: strategies.DataObject, dies: bool) -> None:
+    def _finish(self, index: int, behind: int) -> None:
+        self.oldest[index] = self.groups.version - behind
+        self.groups.finish(index, f"group {index}", self.oldest[index])
+
+    @stateful.rule(
+        data=strategies.data(), how=strategies.sampled_from(["dies", "spoilt", "skip"])
+    )
+    def fail(self, data: strategies.DataObject, how: str) -> None:
         if self.running:
             index = data.draw(strategies.sampled_from(sorted(self.running)))
             self.running.remove(index)
-            if dies:
+            if how == "dies":
                 self.groups.restart(index)
-            else:
+                return
+            self.dropped.add(index)
+            if how == "spoilt":
                 self.groups.drop(index, "spoilt")
-                self.dropped.add(index)
                 self.num_dropped += 1
+            else:  # another takes its place, without end
+                self.groups.skip(index)
+
+    @stateful.rule()
+    def drop_stale(self) -> None:
+        """Drops what the next step may not learn from, and nothing else."""
+        limit = self.groups.version - self.groups.max_staleness
+        for content in self.groups.drop_stale():
+            index = int(content.removeprefix("group "))
+            assert self.oldest[index] < limit
+            self.dropped.add(index)
+            self.num_dropped += 1
 
     @stateful.rule()
     def take(self) -> None:
+        if self.taken is None:
+            self.drop_stale()
         batch = self.groups.take() if self.taken is None else None
         if batch is None:
             return
@@ -74,6 +97,8 @@ class Run(stateful.RuleBasedStateMachine):
         indices = [index for index, _ in batch]
         assert [content for _, content in batch] == [f"group {i}" for i in indices]
         assert self.groups.staleness(indices) <= self.groups.max_staleness
+        ages = [self.groups.version - self.oldest[index] for index in indices]
+        assert max(ages, default=0) <= self.groups.max_staleness
         self.taken = indices
 
     @stateful.precondition(lambda self: self.taken is not None)
@@ -147,7 +172,7 @@ class Run(stateful.RuleBasedStateMachine):
         for _ in range(1000):
             self.begin(8)
             for index in sorted(self.running):
-                self.groups.finish(index, f"group {index}")
+                self._finish(index, 0)
             self.running.clear()
             self.take()
             if self.taken is not None:
