@@ -327,6 +327,8 @@ class OrchestratorTest(parameterized.TestCase):
         self.assertEqual(made.played(), ([], [], {}))
 
     def test_engines_are_idle_while_nobody_asks(self):
+        names = "seconds", "share"
+
         async def play():
             made = make(Engine(), Lucky(), groups_lib.Groups(1, 0))
             watched = made._engine
@@ -341,11 +343,34 @@ class OrchestratorTest(parameterized.TestCase):
                 clock.return_value += 1.0
                 await watched.complete(requests.Request(0, [1], 1))
                 clock.return_value += 2.0
-                first = made.engines_idle_share()
+                first = made.figures()
                 clock.return_value += 5.0
-                return first, made.engines_idle_share(), made.engines_idle_share()
+                return first, made.figures(), made.figures()
 
-        self.assertEqual(asyncio.run(play()), (0.5, 1.0, 0.0))
+        found = asyncio.run(play())
+        idle = [[f[f"actors/engines_idle_{n}"] for n in names] for f in found]
+        self.assertEqual(idle, [[3.0, 0.5], [5.0, 1.0], [0.0, 0.0]])
+
+    def test_a_trainer_without_groups_waits(self):
+        async def play():
+            made = make(Engine(), Lucky(), groups_lib.Groups(1, 0))
+            with mock.patch.object(orchestrator_lib.time, "monotonic") as clock:
+                clock.return_value, batches = 10.0, [[], None, []]
+
+                def ready():
+                    clock.return_value += 4.0
+                    asyncio.get_running_loop().call_soon(made._tell)
+                    return batches.pop()
+
+                made._ready = ready
+                await made.take(STALL)
+                first = made.figures()
+                await made.take(STALL)
+                return first, made.figures(), made.figures()
+
+        found = asyncio.run(play())
+        waited = [figures["actors/trainer_waited_seconds"] for figures in found]
+        self.assertEqual(waited, [4.0, 8.0, 0.0])
 
     def test_an_evaluation_goes_on_while_steps_take_their_groups(self):
         """Its tokens have the versions that drew them, and a second one must wait."""
@@ -535,6 +560,7 @@ class OrchestratorTest(parameterized.TestCase):
         ledger = collections.Counter(groups.ledger())
         self.assertBetween(ledger["dropped_invalid"], 16, 16 + 8)
         self.assertGreater(ledger["dropped_paused"], 30)
+        self.assertEqual(made.figures()["actors/steps_without_group"], 20)
         begun = ledger.pop("begun")
         self.assertEqual(begun, sum(ledger.values()))
 

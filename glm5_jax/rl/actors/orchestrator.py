@@ -17,7 +17,7 @@ from absl import logging
 from glm5_jax.inference import requests
 from glm5_jax.rl import advantages, completer
 from glm5_jax.rl import episodes as episodes_lib
-from glm5_jax.rl.actors import beside, failing
+from glm5_jax.rl.actors import beside, failing, starving
 from glm5_jax.rl.actors import groups as groups_lib
 from glm5_jax.rl.actors import window as window_lib
 
@@ -67,7 +67,8 @@ class Orchestrator:
         self._jobs, self._drop_equal = jobs, drop_equal
         self.evaluation = beside.Beside(self._context)
         self.groups = groups
-        self._failing = failing.Failing()
+        self._failing, self._starving = failing.Failing(), starving.Starving()
+        self._waited = 0.0  # seconds of `take`, since `figures`
         self.num_running = 0  # episodes
         self._num_failures = 0  # errors of the engines in a row
         self._epoch = (
@@ -109,6 +110,7 @@ class Orchestrator:
           StalledError: no turn and no episode ended for so long.
           Exception: `run` has ended with it, or `give_up` was told it.
         """
+        began = time.monotonic()
         while (batch := self._ready()) is None:
             if self._error is not None:
                 raise self._error
@@ -118,6 +120,8 @@ class Orchestrator:
             except TimeoutError:
                 if self._engine.ended is before:
                     raise StalledError(self._stalled(stall_seconds)) from None
+        self._waited += time.monotonic() - began
+        self._starving.took(group[0].task.tag for _, group in batch)
         return batch
 
     def give_up(self, error: BaseException) -> None:
@@ -136,14 +140,15 @@ class Orchestrator:
         played, self._played = self._played, Played([], [], collections.Counter())
         return played
 
-    def engines_idle_share(self) -> float:
-        """Returns the share of time since the last call in which nobody asked them."""
-        return self._engine.idle_share()
-
     def figures(self) -> dict[str, float]:
         """Returns metrics of the time since the last call."""
+        waited, self._waited = self._waited, 0.0
+        idle, seconds = self._engine.idle()
         return {
-            "actors/engines_idle_share": round(self.engines_idle_share(), 4),
+            "actors/trainer_waited_seconds": round(waited, 3),
+            "actors/engines_idle_seconds": round(idle, 3),
+            "actors/engines_idle_share": round(idle / seconds if seconds else 0.0, 4),
+            "actors/steps_without_group": self._starving.longest,
             "actors/most_episodes": self.window.limit,
             "actors/reread_share": round(self.window.reread_share(), 4),
         }
@@ -154,10 +159,13 @@ class Orchestrator:
             return None
         while (index := self.groups.begin()) is not None:
             jobs = await asyncio.to_thread(self._jobs, index)
-            if not self._failing.is_paused(jobs[0].task.tag):
+            tag = jobs[0].task.tag
+            self._starving.began(tag)
+            if not self._failing.is_paused(tag):
                 self.num_running += len(jobs)
                 return index, jobs
             self.groups.skip(index)
+            self._starving.lost(tag, "paused")
         return None
 
     async def _play(self, index: int, jobs: Jobs) -> None:
@@ -198,6 +206,7 @@ class Orchestrator:
             )
             self._played.unused.extend({id(e): e for e in group}.values())
             self._played.counts["dropped_stale_groups"] += 1
+            self._starving.lost(group[0].task.tag, "stale")
             self._tell()  # another may begin
         return self.groups.take()
 
@@ -220,7 +229,9 @@ class Orchestrator:
             oldest = min((v for v in found if v is not None), default=None)
             self.groups.finish(index, kept[0], oldest)
         else:
-            self.groups.drop(index, "invalid" if is_invalid else "equal")
+            why = "invalid" if is_invalid else "equal"
+            self.groups.drop(index, why)
+            self._starving.lost(group[0].task.tag, why)
         failed = [e for e in group if not e.label.is_scored] if is_invalid else []
         reason = f"{failed[0].label.value}: {failed[0].reason}" if failed else ""
         self._failing.note(group[0].task.tag, reason)
@@ -297,12 +308,12 @@ class _Watched:
         self._window.drew(request, completion)
         return completion
 
-    def idle_share(self) -> float:
-        """Returns the share of time without a request since the last call."""
+    def idle(self) -> tuple[float, float]:
+        """Returns the seconds without a request, and all, since the last call."""
         self._count_idle()
         seconds, idle = self._changed - self._measured, self._idle_seconds
         self._measured, self._idle_seconds = self._changed, 0.0
-        return idle / seconds if seconds else 0.0
+        return idle, seconds
 
     def _count_idle(self) -> None:
         """Counts the time since the last change, if nobody waited; call it before."""
