@@ -24,12 +24,17 @@ _LAST_LINES = 20  # that are shown of a server that ended
 _POLL_SECONDS = 0.1
 # Seconds before a server that ended starts again, first and later.
 _MIN_DELAY, _MAX_DELAY = 1.0, 60.0
+# Out of service though its process goes on, so it hangs; the router has broken its
+# requests by then.
+_HUNG_SECONDS = 120.0
 _GRACE_SECONDS = 10.0  # for a server to end, beyond its answers
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class Servers:
     """Servers of one model as processes of this machine, started again if they end.
+
+    A server that has answered and hangs is ended.
 
     Attributes:
       failure: why the servers cannot run; None as long as they may.
@@ -93,9 +98,8 @@ class Servers:
         while True:
             begun = loop.time()
             child = self._start(index, path)
-            while (code := child.poll()) is None:
-                was_ready |= replica.state == pool.State.READY
-                await asyncio.sleep(_POLL_SECONDS)
+            was_ready |= await _watched(child, replica)
+            code = child.poll()
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
             shown = "\n".join(lines[-_LAST_LINES:])
             if code == _WRONG_INPUT and not was_ready:
@@ -140,6 +144,28 @@ class Servers:
                 if asyncio.get_running_loop().time() > deadline:
                     child.kill()
                 await asyncio.sleep(_POLL_SECONDS)
+
+
+async def _watched(child: subprocess.Popen, replica: pool.Replica) -> bool:
+    """Waits for a server's end, also of one that hangs; True if it was in service."""
+    loop, was_ready = asyncio.get_running_loop(), False
+    well = loop.time()  # as it was last seen so
+    while child.poll() is None:
+        was_ready |= replica.state == pool.State.READY
+        if not was_ready or replica.state != pool.State.DOWN:
+            well = loop.time()
+        elif loop.time() - well > _HUNG_SECONDS:
+            logging.error(
+                "%s is ended, and starts again: it has been out of service for %g s, "
+                "and its process goes on. %s",
+                replica.url,
+                _HUNG_SECONDS,
+                replica.reason,
+            )
+            child.kill()
+            well = loop.time()
+        await asyncio.sleep(_POLL_SECONDS)
+    return was_ready
 
 
 def serve(number: int, max_concurrency: int) -> None:

@@ -10,15 +10,17 @@ import subprocess
 import sys
 import unittest
 from typing import ClassVar
+from unittest import mock
 
 import aiohttp
 import pytest
-from absl.testing import absltest
+from absl.testing import absltest, parameterized
 
 from glm5_jax import config
-from glm5_jax.serving.router import app, command, health, local
+from glm5_jax.serving.router import app, command, health, local, pool
 from tests import environment
 from tests.processes import launch
+from tests.rl import virtual_time
 from tests.serving.router import light
 
 NUM_STREAMS, NUM_WHOLE = 36, 24
@@ -149,6 +151,41 @@ class ServeKillTest(KillTest):
 
 
 @pytest.mark.filterwarnings("ignore:os.fork")
+class HangTest(parameterized.TestCase):
+    """A process that goes on and does not answer, under a virtual clock."""
+
+    @parameterized.named_parameters(
+        # Seconds at which its state changes; then those at which it must be ended.
+        ("hangs", [(0, "joining"), (300, "ready"), (310, "down")], [430]),
+        (
+            "recovers",
+            [(0, "ready"), (10, "down"), (129, "ready"), (140, "down")],
+            [260],
+        ),
+        ("starts_slowly", [(0, "joining"), (5, "down")], []),
+        ("has_other_weights", [(0, "ready"), (10, "unfit")], []),
+    )
+    def test_a_server_that_hangs_is_ended(self, changes, ends):
+        replica, ended = pool.Replica("http://a:1"), []
+        child = mock.Mock(spec=subprocess.Popen)
+
+        async def main():
+            loop = asyncio.get_running_loop()
+
+            def poll():
+                states = [state for when, state in changes if when <= loop.time()]
+                replica.state = pool.State(states[-1])
+                return 9 if ended or loop.time() > 1000 else None
+
+            child.poll.side_effect = poll
+            child.kill.side_effect = lambda: ended.append(round(loop.time()))
+            return await local._watched(child, replica)
+
+        was_ready, _ = virtual_time.run(main())
+        self.assertEqual(ended, ends)
+        self.assertEqual(was_ready, any(state == "ready" for _, state in changes))
+
+
 class WrongInputTest(absltest.TestCase):
     def test_servers_that_refuse_their_input_end_all(self):
         """Starting them again would not help."""
