@@ -16,17 +16,15 @@ import re
 from collections.abc import Callable, Sequence
 
 from glm5_jax import config, messages
-from glm5_jax.environments import proofs, protocol
+from glm5_jax.environments import protocol, wrapped
 
 PREFIX = "context:"
 OMITTED = "(left out: an earlier result)"
 _NAME = re.compile(r"context:(\d{1,6})(?:,(\d{1,9}))?:(.+)")
 
 
-class Context:
+class Context(wrapped.Wrapped):
     """The tasks of a taskset, played with a shortened history."""
-
-    has_agents = False
 
     def __init__(self, name: str, make: Callable[[str], protocol.Taskset]) -> None:
         """Makes the taskset that is wrapped.
@@ -45,49 +43,31 @@ class Context:
                 f"rl.environment={name!r} must be {PREFIX}KEPT:NAME or "
                 f"{PREFIX}KEPT,CHARACTERS:NAME, as in context:5,100000:search:foldoc."
             )
-        self.name = name
         self._kept, self._most = int(found[1]), int(found[2] or 0)
-        self._inner = make(found[3])
-        self.splits = protocol.splits(self._inner)
+        super().__init__(name, found[3], make)
         if getattr(self._inner, "has_agents", False):
             raise config.InputError(
                 f"rl.environment={name!r}: {found[3]} is played by programs of its "
                 f"own, which keep their histories; train on it without {PREFIX}."
             )
 
-    def task(self, split: str, seed: int, index: int) -> protocol.Task:
-        """Returns the taskset's task."""
-        return self._inner.task(split, seed, index)
-
     def environment(self) -> protocol.Environment:
         """Returns an environment whose prompts are shortened."""
-        inner = self._inner.environment()
-        assert isinstance(inner, protocol.Environment)
-        return _Environment(inner, self._kept, self._most)
-
-    def demonstration(self, task: protocol.Task) -> Sequence[messages.Message] | None:
-        """Returns the taskset's demonstration, whole."""
-        return self._inner.demonstration(task)
-
-    def attempts(self, task: protocol.Task) -> proofs.Attempts | None:
-        """Returns the attempts that the taskset knows."""
-        return proofs.attempts_of(self._inner, task)
+        return _Environment(super().environment(), self._kept, self._most)
 
 
-class _Environment:
+class _Environment(wrapped.WrappedEpisode):
     """One episode, with the place from which its history is shown."""
 
     def __init__(self, inner: protocol.Environment, kept: int, most: int) -> None:
-        self._inner, self._kept, self._most = inner, kept, most
+        super().__init__(inner)
+        self._kept, self._most = kept, most
         self._num_first = self._begin = 0
 
     async def reset(self, task: protocol.Task) -> tuple[messages.Message, ...]:
-        first = await self._inner.reset(task)
+        first = await super().reset(task)
         self._num_first = self._begin = len(first)
         return first
-
-    async def step(self, message: messages.Message) -> protocol.StepResult:
-        return await self._inner.step(message)
 
     def shown(self, history: Sequence[messages.Message]) -> Sequence[messages.Message]:
         first = tuple(history[: self._num_first])
@@ -95,9 +75,6 @@ class _Environment:
         if self._most and num_characters((*first, *rest)) > self._most:
             self._begin, rest = len(history), ()
         return (*first, *rest)
-
-    async def close(self) -> None:
-        await self._inner.close()
 
 
 def keep_recent(

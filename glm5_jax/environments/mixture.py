@@ -89,6 +89,22 @@ class Mixture:
         """Returns the attempts that the task's part knows."""
         return proofs.attempts_of(*self._part_of(task))
 
+    def source_of(self, task: protocol.Task) -> str:
+        """Returns what the task's part says of its source."""
+        return proofs.source_of(*self._part_of(task))
+
+    def scored_by(self, task: protocol.Task) -> str:
+        """Returns what the task's part says of its scoring."""
+        return proofs.scored_by(*self._part_of(task))
+
+    async def leaks(
+        self, environment: "_Environment", task: protocol.Task
+    ) -> Sequence[str]:
+        """Returns what the task's part finds that an agent could read."""
+        part, own = self._part_of(task)
+        assert environment.inner is not None
+        return await proofs.leaks(part, environment.inner, own)
+
     def _part_of(self, task: protocol.Task) -> tuple[protocol.Taskset, protocol.Task]:
         """Returns the part of a task, and the task as the part made it."""
         _, _, own = task.id.partition("/")
@@ -108,26 +124,26 @@ class _Environment:
         part_of: Callable[[protocol.Task], tuple[protocol.Taskset, protocol.Task]],
     ) -> None:
         self._part_of = part_of
-        self._inner: protocol.Environment | None = None
+        self.inner: protocol.Environment | None = None
 
     async def reset(self, task: protocol.Task) -> tuple[messages.Message, ...]:
         part, own = self._part_of(task)
         inner = part.environment()
         assert isinstance(inner, protocol.Environment)
-        self._inner = inner
+        self.inner = inner
         return await inner.reset(own)
 
     async def step(self, message: messages.Message) -> protocol.StepResult:
-        assert self._inner is not None
-        return await self._inner.step(message)
+        assert self.inner is not None
+        return await self.inner.step(message)
 
     def shown(self, history: Sequence[messages.Message]) -> Sequence[messages.Message]:
-        inner = self._inner
+        inner = self.inner
         return inner.shown(history) if isinstance(inner, protocol.Editor) else history
 
     async def close(self) -> None:
-        if self._inner is not None:
-            await self._inner.close()
+        if self.inner is not None:
+            await self.inner.close()
 
 
 def _even(weights: Sequence[int]) -> list[int]:

@@ -101,11 +101,11 @@ async def prove(
             await expect(turns, wanted, f"partial attempt {number}")
     await expect(None, 0.0, "doing nothing")
     try:
-        leaks = await _leaks(taskset, task)
+        found = await _leaks(taskset, task)
     except Exception as error:
         failures.append(f"nobody could look for leaks: {type(error).__name__}: {error}")
     else:
-        failures += [f"an agent can read {what}" for what in leaks]
+        failures += [f"an agent can read {what}" for what in found]
     seconds = time.monotonic() - began
     source = source_of(taskset, task)
     return Proof(task.id, task.tag, tuple(failures), count, seconds, source)
@@ -121,6 +121,14 @@ def scored_by(taskset: protocol.Taskset, task: protocol.Task) -> str:
     """Returns what decides about a task besides its attempts, "" if nobody says."""
     told = getattr(taskset, "scored_by", None)
     return told(task) if told else ""
+
+
+async def leaks(
+    taskset: protocol.Taskset, environment: protocol.Environment, task: protocol.Task
+) -> Sequence[str]:
+    """Returns what an agent could read in an episode, () if the taskset cannot look."""
+    look = getattr(taskset, "leaks", None)
+    return await look(environment, task) if look else ()
 
 
 def kind(failure: str) -> str:
@@ -188,8 +196,7 @@ def attempts_of(taskset: protocol.Taskset, task: protocol.Task) -> Attempts | No
 
 async def _leaks(taskset: protocol.Taskset, task: protocol.Task) -> Sequence[str]:
     """Asks the taskset what an agent could read, at the start of an episode."""
-    look = getattr(taskset, "leaks", None)
-    if look is None:
+    if not hasattr(taskset, "leaks"):
         return ()
     environment = taskset.environment()
     assert isinstance(environment, protocol.Environment)
@@ -197,7 +204,7 @@ async def _leaks(taskset: protocol.Taskset, task: protocol.Task) -> Sequence[str
         async with asyncio.timeout(_CALL_SECONDS):
             await environment.reset(task)
         async with asyncio.timeout(_CALL_SECONDS):
-            return await look(environment, task)
+            return await leaks(taskset, environment, task)
     finally:
         await _close(environment)
 

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from glm5_jax import config, messages
-from glm5_jax.environments import proofs, protocol, sandbox, tool_calls
+from glm5_jax.environments import proofs, protocol, sandbox, tool_calls, wrapped
 
 PREFIX = "python:"
 MAX_TURNS = 8
@@ -29,10 +29,8 @@ _LIMITS = sandbox.Limits(
 )
 
 
-class PythonTool:
+class PythonTool(wrapped.Wrapped):
     """The tasks of a taskset whose own have no tools."""
-
-    has_agents = False
 
     def __init__(self, name: str, make: Callable[[str], protocol.Taskset]) -> None:
         """Makes the taskset that is wrapped.
@@ -45,9 +43,7 @@ class PythonTool:
             config.InputError: the taskset does not exist, has tools of its own, or
                 brings agents of its own.
         """
-        self.name = name
-        self._inner = make(name.removeprefix(PREFIX))
-        self.splits = protocol.splits(self._inner)
+        super().__init__(name, name.removeprefix(PREFIX), make)
         has_agents = getattr(self._inner, "has_agents", False)
         if has_agents or self._inner.task(self.splits[0], 0, 0).tools:
             raise config.InputError(
@@ -61,9 +57,7 @@ class PythonTool:
 
     def environment(self) -> "Episode":
         """Returns an environment for one episode."""
-        inner = self._inner.environment()
-        assert isinstance(inner, protocol.Environment)
-        return Episode(inner)
+        return Episode(super().environment())
 
     def demonstration(self, task: protocol.Task) -> Sequence[messages.Message] | None:
         """Returns the question, a program and its result, and the answer.
@@ -86,31 +80,29 @@ class PythonTool:
             return None
         call = tool_calls.turn("python", code=self._program(task) or "print(1)")
         wrong = tuple((call, *turns) for turns in own.wrong)
-        return proofs.Attempts((call, *own.right), (*wrong, (call,) * MAX_TURNS))
+        partial = tuple(((call, *turns), earned) for turns, earned in own.partial)
+        endless = (call,) * MAX_TURNS
+        return proofs.Attempts((call, *own.right), (*wrong, endless), partial)
 
     def _program(self, task: protocol.Task) -> str | None:
         make = getattr(self._inner, "program", None)
         return make(task) if make else None
 
 
-class Episode:
+class Episode(wrapped.WrappedEpisode):
     """An episode with a sandbox, which starts with the first call."""
 
     def __init__(self, inner: protocol.Environment, max_turns: int = MAX_TURNS) -> None:
         """Wraps an environment; an episode is cut off after so many turns."""
-        self._inner, self._max_turns = inner, max_turns
-        self._num_turns = 0
+        super().__init__(inner)
+        self._max_turns, self._num_turns = max_turns, 0
         self._box: sandbox.Box | None = None
-
-    async def reset(self, task: protocol.Task) -> tuple[messages.Message, ...]:
-        """Returns the task's messages."""
-        return await self._inner.reset(task)
 
     async def step(self, message: messages.Message) -> protocol.StepResult:
         """Returns what programs print, or lets the environment score the answer."""
         self._num_turns += 1
         if not message.get("tool_calls"):
-            return await self._inner.step(message)
+            return await super().step(message)
         if self._num_turns >= self._max_turns:
             reward = protocol.Reward(0.0, {"correct": 0.0})
             return protocol.StepResult((), reward, terminated=False, truncated=True)
@@ -122,7 +114,7 @@ class Episode:
         box, self._box = self._box, None
         if box is not None:
             await box.close()
-        await self._inner.close()
+        await super().close()
 
     async def _run(self, name: str, arguments: Mapping[str, str]) -> str:
         del name  # the only tool

@@ -5,18 +5,16 @@ prompt of a model with a small context has the task alone.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from glm5_jax import config, messages
-from glm5_jax.environments import proofs, protocol
+from glm5_jax import config
+from glm5_jax.environments import protocol, wrapped
 
 PREFIX = "untold:"
 
 
-class Untold:
+class Untold(wrapped.Wrapped):
     """The tasks of a taskset, without their tools."""
-
-    has_agents = False
 
     def __init__(self, name: str, make: Callable[[str], protocol.Taskset]) -> None:
         """Makes the taskset that is wrapped.
@@ -29,9 +27,7 @@ class Untold:
             config.InputError: the taskset does not exist, describes no tools, or brings
                 agents of its own, which describe theirs.
         """
-        self.name = name
-        self._inner = make(name.removeprefix(PREFIX))
-        self.splits = protocol.splits(self._inner)
+        super().__init__(name, name.removeprefix(PREFIX), make)
         if getattr(self._inner, "has_agents", False):
             raise config.InputError(
                 f"rl.environment={name!r}: {self._inner.name} is played by programs of "
@@ -46,17 +42,3 @@ class Untold:
     def task(self, split: str, seed: int, index: int) -> protocol.Task:
         """Returns the taskset's task without the tools."""
         return dataclasses.replace(self._inner.task(split, seed, index), tools=())
-
-    def environment(self) -> protocol.Environment:
-        """Returns the taskset's environment for one episode."""
-        made = self._inner.environment()
-        assert isinstance(made, protocol.Environment)
-        return made
-
-    def demonstration(self, task: protocol.Task) -> Sequence[messages.Message] | None:
-        """Returns the taskset's demonstration."""
-        return self._inner.demonstration(task)
-
-    def attempts(self, task: protocol.Task) -> proofs.Attempts | None:
-        """Returns the attempts that the taskset knows."""
-        return proofs.attempts_of(self._inner, task)
