@@ -59,7 +59,7 @@ async def run(num_boxes: int, kind: str | None) -> None:
 
     began = time.perf_counter()
     boxes = await asyncio.gather(*(start() for _ in range(num_boxes)))
-    print(f"{sandbox.describe()}: {num_boxes} boxes")
+    print(f"{kind or sandbox.describe()}: {num_boxes} boxes")
     print(f"started in {time.perf_counter() - began:.2f} s")
     began = time.perf_counter()
     done = await asyncio.gather(*(box.run("cat n.txt", 120) for box in boxes))

@@ -6,18 +6,21 @@
 
 bubblewrap (`apt-get install bubblewrap`) gives each box namespaces of its own: no
 network, no process, no file of the machine but a read-only /usr, no privileges. Where
-it does not work, `start` takes plain shells with resource limits, which keep nothing
-secret, and the log says so; a kind that is asked for is taken or refused, never
-replaced. box.py speaks with the shell, bubblewrap.py and plain.py start it.
+it does not work, `start` takes containers of podman or Docker, which keep the same
+apart; where no engine answers either, plain shells with resource limits, which keep
+nothing secret, and the log says so. A kind that is asked for, here or by
+$GLM5_JAX_SANDBOX, is taken or refused, never replaced. box.py speaks with the shell;
+bubblewrap.py, container.py and plain.py start it.
 """
 
 import functools
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 
 from absl import logging
 
 from glm5_jax import config
-from glm5_jax.environments.sandbox import box, bubblewrap, plain
+from glm5_jax.environments.sandbox import box, bubblewrap, container, plain
 from glm5_jax.environments.sandbox.box import (
     NO_OUTPUT,
     Box,
@@ -43,7 +46,14 @@ __all__ = [
     "start",
 ]
 
-KINDS = {"bubblewrap": bubblewrap, "rlimits": plain}  # the strongest first
+KINDS: Mapping[str, box.Kind] = {  # the first that works is taken
+    "bubblewrap": bubblewrap,
+    "podman": container.Engine("podman", (("--runtime", "runc"),), is_mapped=True),
+    "docker": container.Engine("docker"),
+    "rlimits": plain,
+}
+_CONFINES = {"bubblewrap": bubblewrap, "rlimits": plain}  # programs alone
+_DEMANDED = "GLM5_JAX_SANDBOX"
 
 
 async def start(
@@ -56,12 +66,12 @@ async def start(
     Args:
         image: its files; None: none.
         limits: of its commands; None: the defaults.
-        kind: of KINDS; None takes the strongest that works.
+        kind: of KINDS; None takes that of $GLM5_JAX_SANDBOX, or the first that works.
 
     Raises:
         config.InputError: the kind does not exist or does not work here.
     """
-    kind = kind or _strongest()
+    kind = kind or _taken()
     require(kind)
     _log(kind)
     limits, image = limits or Limits(), image or Image()
@@ -81,28 +91,41 @@ def require(kind: str) -> None:
 
 
 def confine(words: Sequence[str], binds: Sequence[str] = ()) -> list[str]:
-    """Returns the command that runs one program in the strongest kind that works.
+    """Returns the command that runs one program in bubblewrap, else without a sandbox.
 
-    It reads and writes through the descriptors that it inherits.
+    It reads and writes through the descriptors that it inherits, which containers do
+    not pass on.
 
     Args:
         words: of the program's command.
         binds: folders of this machine that it sees, read-only, where they exist.
     """
-    kind = _strongest()
+    kind = next(name for name in _CONFINES if not _missing(name))
     _log(kind)
-    return KINDS[kind].confined(words, binds)
+    return _CONFINES[kind].confined(words, binds)
 
 
 def describe() -> str:
-    """Names the kind that `start` takes by itself, and why stronger ones are not."""
-    kind = _strongest()
-    weaker = [f"{name}: {_missing(name)}" for name in KINDS if _missing(name)]
-    return "; ".join([kind, *weaker])
+    """Names the kind that `start` takes by itself, and why those before it are not.
+
+    Raises:
+        config.InputError: $GLM5_JAX_SANDBOX names one that does not work here.
+    """
+    kind = _taken()
+    require(kind)
+    if os.environ.get(_DEMANDED):
+        return f"{kind}; by ${_DEMANDED}"
+    before = [*KINDS][: [*KINDS].index(kind)]
+    return "; ".join([kind, *(f"{name}: {_missing(name)}" for name in before)])
+
+
+def _taken() -> str:
+    """Returns the kind that nobody has to ask for."""
+    return os.environ.get(_DEMANDED) or _first()
 
 
 @functools.cache
-def _strongest() -> str:
+def _first() -> str:
     return next(name for name in KINDS if not _missing(name))
 
 

@@ -28,13 +28,12 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from glm5_jax.environments.sandbox import image as image_lib
 from glm5_jax.environments.sandbox import limits as limits_lib
 from glm5_jax.environments.sandbox import pipes as pipes_lib
-from glm5_jax.environments.sandbox import processes
 
 # Commands get neither end of the pipes; bash keeps theirs where no program has them.
 _LOOP = """exec 50>&3 3>&-
@@ -58,7 +57,15 @@ for _byte in b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 ./
 
 @runtime_checkable
 class Kind(Protocol):
-    """A module that starts shells."""
+    """A module or an object that starts shells."""
+
+    def missing(self) -> str:
+        """Returns why the kind does not work here, "" if it does."""
+        ...
+
+    def seconds_to_close(self) -> float:
+        """Returns the seconds that a holder has to end by itself."""
+        ...
 
     def holder(
         self,
@@ -71,12 +78,17 @@ class Kind(Protocol):
         """Returns the command of a holder; the pipes lie beside the room."""
         ...
 
-    def confined(self, words: Sequence[str], binds: Sequence[str] = ()) -> list[str]:
-        """Returns the command that runs one program by itself."""
+    def kill(self, holder: int, tell: Callable[[bytes], object]) -> None:
+        """Ends the inner shell and all that it started, if it has been started.
+
+        Args:
+            holder: its process.
+            tell: sends the holder a line.
+        """
         ...
 
-    def kill(self, pid: int) -> None:
-        """Ends what the holder's child started, if it has started the inner shell."""
+    def resident_bytes(self, holder: int) -> int:
+        """Returns the memory of a holder's box, 0 if the holder looks itself."""
         ...
 
     def owner(self) -> int:
@@ -214,9 +226,7 @@ class Box:
         if self._process is not None:
             with contextlib.suppress(TimeoutError, BrokenError):
                 await self._kill_shell()
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            await self._process.wait()
+            await self._end_holder(self._process)
             self._process = None
         if self._socket is not None:
             asyncio.get_running_loop().remove_reader(self._socket)
@@ -243,6 +253,19 @@ class Box:
         asyncio.get_running_loop().add_reader(self._socket, self._hear)
         async with asyncio.timeout(_SECONDS_TO_START):
             await self._news()
+
+    async def _end_holder(self, holder: asyncio.subprocess.Process) -> None:
+        """Lets the holder read the end of its input, and ends it if that does not."""
+        seconds = self._kind.seconds_to_close()
+        if self._socket is not None and seconds:
+            with contextlib.suppress(OSError):  # it may have ended
+                self._socket.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await holder.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(holder.pid, signal.SIGKILL)
+        await holder.wait()
 
     def _start_shell(self) -> pipes_lib.Pipes:
         """Has the holder start an inner shell, whose pipes it returns."""
@@ -271,16 +294,16 @@ class Box:
 
     def _kill_children(self) -> None:
         assert self._process is not None
-        for pid in processes.children(self._process.pid):
-            with contextlib.suppress(ProcessLookupError):
-                self._kind.kill(pid)
+        assert self._socket is not None
+        with contextlib.suppress(OSError):  # the holder may have ended
+            self._kind.kill(self._process.pid, self._socket.send)
 
     def _watch(self) -> None:
         """Ends all processes if they take too much memory; looks again later."""
         assert self._process is not None
         if not self._is_alive:
             return
-        taken = processes.resident_bytes(self._process.pid)
+        taken = self._kind.resident_bytes(self._process.pid)
         if taken > self._limits.resident_bytes:
             self._kill_children()
         self._watch_later()

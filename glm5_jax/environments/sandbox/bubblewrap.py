@@ -14,13 +14,14 @@ overlay, so that it costs nothing to start with and is never written. For root, 
 files another user could not change in a layer, it is copied.
 """
 
+import contextlib
 import os
 import pathlib
 import shlex
 import shutil
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from glm5_jax.environments.sandbox import image as image_lib
 from glm5_jax.environments.sandbox import limits as limits_lib
@@ -58,8 +59,7 @@ _ISOLATED = (
     *("--unshare-all", "--unshare-user", "--disable-userns"),
     *("--uid", "1000", "--gid", "1000", "--hostname", "sandbox"),
     *("--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"),
-    *("--setenv", "PATH", "/usr/local/bin:/usr/bin:/bin", "--setenv", "HOME", "/work"),
-    *("--setenv", "LANG", "C.UTF-8", "--setenv", "PYTHONDONTWRITEBYTECODE", "1"),
+    *(word for pair in image_lib.VARIABLES.items() for word in ("--setenv", *pair)),
     *("--ro-bind", "/usr", "/usr", "--symlink", "usr/bin", "/bin"),
     *("--symlink", "usr/sbin", "/sbin", "--symlink", "usr/lib", "/lib"),
     *("--symlink", "usr/lib64", "/lib64", "--proc", "/proc", "--dev", "/dev"),
@@ -142,13 +142,26 @@ def confined(words: Sequence[str], binds: Sequence[str] = ()) -> list[str]:
     return [*_as_user(), "bwrap", *_ISOLATED, *seen, *fixed, *words]
 
 
-def kill(pid: int) -> None:
-    """Ends all processes of the namespace that a bubblewrap waits for, if it has one.
+def kill(holder: int, tell: Callable[[bytes], object]) -> None:
+    """Ends all processes of the namespaces that a holder's bubblewrap has made, if any.
 
-    The kernel ends its first process last, and bubblewrap waits for that.
+    The kernel ends their first process last, and bubblewrap waits for that.
     """
-    for first in processes.children(pid):
-        os.kill(first, signal.SIGKILL)
+    del tell  # the kernel does it
+    for bwrap in processes.children(holder):
+        for first in processes.children(bwrap):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(first, signal.SIGKILL)
+
+
+def resident_bytes(holder: int) -> int:
+    """Returns the memory of a box's processes."""
+    return processes.resident_bytes(holder)
+
+
+def seconds_to_close() -> float:
+    """Returns 0: when a holder is killed, all is over."""
+    return 0.0
 
 
 def owner() -> int:

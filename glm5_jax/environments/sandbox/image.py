@@ -4,6 +4,13 @@ import dataclasses
 import pathlib
 from collections.abc import Mapping
 
+VARIABLES = {  # of a shell that sees nothing of the machine but /usr
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": "/work",
+    "LANG": "C.UTF-8",
+    "PYTHONDONTWRITEBYTECODE": "1",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Image:
@@ -14,10 +21,10 @@ class Image:
         folder: copied into /work before the files are written.
         binds: folders of this machine that the box sees, read-only, at the same path;
             everyone must be able to read them.
-        folders: paths of empty folders of the box beside /work, such as "/logs"; only
-            bubblewrap has them.
-        hidden: folders and files of this machine that are empty in the box; only
-            bubblewrap hides them.
+        folders: paths of empty folders of the box beside /work, such as "/logs"; not
+            without a sandbox.
+        hidden: folders and files of this machine that are empty in the box; not
+            without a sandbox.
     """
 
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)

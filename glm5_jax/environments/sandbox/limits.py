@@ -13,9 +13,9 @@ class Limits:
     memory_bytes: int = 4 * 2**30  # address space of each process
     # Memory of all processes together, looked at every second: beyond it they end.
     resident_bytes: float = 4.0 * 2**30
-    num_processes: int = 128  # at a time, the box's own three among them; bubblewrap's
-    # Of all files in the box, also those in /tmp and /dev/shm; of one file without
-    # bubblewrap.
+    num_processes: int = 128  # at a time, the box's own three among them; in a sandbox
+    # Of all files in the box, also those in /tmp and /dev/shm; of one file without a
+    # sandbox.
     disk_bytes: int = 256 * 2**20
     output_bytes: int = 64 * 2**10  # kept of each of a command's two streams
 

@@ -4,15 +4,16 @@ For machines without bubblewrap. It bounds accidents, not malice: commands can r
 write what their user can, use the network and leave processes behind.
 """
 
+import contextlib
 import os
 import pathlib
 import shlex
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from glm5_jax.environments.sandbox import image as image_lib
 from glm5_jax.environments.sandbox import limits as limits_lib
-from glm5_jax.environments.sandbox import pipes
+from glm5_jax.environments.sandbox import pipes, processes
 
 _SCRIPT = """set -e
 ulimit -c 0
@@ -63,12 +64,25 @@ def confined(words: Sequence[str], binds: Sequence[str] = ()) -> list[str]:
     return [*words]
 
 
-def kill(pid: int) -> None:
+def kill(holder: int, tell: Callable[[bytes], object]) -> None:
     """Ends the shell and the commands in its process group."""
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:  # it leads no group yet
-        os.kill(pid, signal.SIGKILL)
+    del tell  # the kernel does it
+    for pid in processes.children(holder):
+        with contextlib.suppress(ProcessLookupError):
+            try:
+                os.killpg(pid, signal.SIGKILL)
+            except ProcessLookupError:  # it leads no group yet
+                os.kill(pid, signal.SIGKILL)
+
+
+def resident_bytes(holder: int) -> int:
+    """Returns the memory of a box's processes."""
+    return processes.resident_bytes(holder)
+
+
+def seconds_to_close() -> float:
+    """Returns 0: a holder keeps nothing."""
+    return 0.0
 
 
 def owner() -> int:

@@ -1,0 +1,114 @@
+"""Boxes of podman and Docker keep apart what those of bubblewrap do."""
+
+import io
+import json
+import os
+import pathlib
+import tarfile
+import tempfile
+from unittest import mock
+
+import pytest
+from absl.testing import absltest
+
+from glm5_jax.environments.sandbox import container, container_files
+from tests import environment
+from tests.environments.sandbox import box_test
+
+# An engine that has the image and, with --other, runs what it is given.
+FAKE = """#!/bin/sh
+case "$*" in
+  *"image inspect"*) exit 0 ;;
+  "--other run"*) exit 0 ;;
+  *) echo "it bounds nothing."; exit 1 ;;
+esac
+"""
+
+
+class EngineTest(absltest.TestCase):
+    def setUp(self):
+        super().setUp()
+        folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+        (folder / "fake").write_text(FAKE)
+        (folder / "fake").chmod(0o755)
+        path = f"{folder}:{os.environ['PATH']}"
+        self.enterContext(mock.patch.dict(os.environ, PATH=path))
+
+    def test_what_an_engine_does_not_hold_is_told(self):
+        told = container.Engine("fake", (("--more", "x"),)).missing()
+        self.assertEqual(
+            told, "fake: it bounds nothing.; fake --more x: it bounds nothing."
+        )
+        told = container.Engine("no_such_engine").missing()
+        self.assertEqual(told, "there is no no_such_engine.")
+        with mock.patch.object(os, "geteuid", return_value=1000):
+            told = container.Engine("fake", is_mapped=True).missing()
+        self.assertIn("root alone", told)
+
+    def test_its_command_has_the_words_that_it_needs(self):
+        engine = container.Engine("fake", (("--other",),))
+        self.assertEqual(engine.missing(), "")
+        self.assertEqual(engine._found[0], ["fake", "--other"])
+
+
+class FilesTest(absltest.TestCase):
+    def test_the_image_is_folders_and_links(self):
+        with tarfile.open(fileobj=io.BytesIO(container_files.image())) as archive:
+            found = {member.name: member for member in archive}
+        self.assertFalse(any(member.isreg() for member in found.values()))
+        self.assertEqual(found["lib64"].linkname, "usr/lib64")
+        self.assertEqual(found["box"].mode, 0o700)
+        self.assertRegex(container_files.image_name(), r"^glm5_jax_box:[0-9a-f]{12}$")
+
+    def test_rules_forbid_namespaces_and_nothing_else(self):
+        kept, gone = ["read", "ptrace"], ["unshare", "clone", "clone3", "mount"]
+        rules = {
+            "defaultAction": "SCMP_ACT_ERRNO",
+            "syscalls": [
+                {"names": [*kept, *gone], "action": "SCMP_ACT_ALLOW"},
+                {"names": ["setns"], "action": "SCMP_ACT_ALLOW"},
+            ],
+        }
+        found = json.loads(container_files.without_namespaces(json.dumps(rules)))
+        first, clone = found["syscalls"]
+        self.assertEqual(first["names"], kept)
+        self.assertEqual(clone["names"], ["clone"])
+        (flags,) = clone["args"]
+        for name in ("NEWNS", "NEWCGROUP", "NEWUTS", "NEWIPC", "NEWUSER", "NEWPID"):
+            self.assertTrue(flags["value"] & getattr(CLONE, name), name)
+        self.assertFalse(flags["value"] & CLONE.THREAD)
+
+
+class CLONE:
+    """Flags of clone, of linux/sched.h."""
+
+    NEWNS, NEWCGROUP, NEWUTS, NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
+    NEWUSER, NEWPID, THREAD = 0x10000000, 0x20000000, 0x10000
+
+
+@pytest.mark.slow
+class PodmanShellTest(box_test.ShellTest):
+    kind = "podman"
+
+
+@pytest.mark.slow
+class PodmanEscapeTest(box_test.EscapeTest):
+    kind = "podman"
+    more = frozenset({"box", "run", "sys", "work"})
+    written = ("/work", "/tmp", "/dev/shm")
+    least_files = 500
+    can_trace = False
+
+
+@pytest.mark.slow
+class DockerShellTest(box_test.ShellTest):
+    kind = "docker"
+
+
+@pytest.mark.slow
+class DockerEscapeTest(PodmanEscapeTest):
+    kind = "docker"
+
+
+if __name__ == "__main__":
+    environment.main()
