@@ -19,7 +19,7 @@ _MODEL = flags.DEFINE_string("model", "", "Name of the author at the endpoint.")
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.7, "Of the author's sampling.")
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", 4096, "Of an answer of the author.")
 _REFINEMENTS = flags.DEFINE_integer(
-    "num_refinements", 3, "How often a draft that is not proven may be mended."
+    "num_refinements", 3, "How often a draft or a recipe that fails may be mended."
 )
 _MAX_TEST_SECONDS = flags.DEFINE_float(
     "max_test_seconds",
@@ -31,6 +31,8 @@ _MAX_TEST_SECONDS = flags.DEFINE_float(
 def mine(packages: str, out: str, num_tasks: int, seed: int) -> Iterator[str]:
     """Makes tasks of software engineering, and yields lines of JSON with the yield.
 
+    Where no rule finds how a package is tested, the model of the flags is asked.
+
     Args:
         packages: joined by ",", or a file with one a line.
         out: folder of the tasks.
@@ -41,9 +43,14 @@ def mine(packages: str, out: str, num_tasks: int, seed: int) -> Iterator[str]:
         config.InputError: a flag or an argument is wrong.
     """
     from glm5_jax.environments.worlds.swe import command
+    from glm5_jax.environments.worlds.swe.author import find
 
+    author = None
+    if _BASE_URL.value or _MODEL.value:
+        ask, refinements = _author("mine"), _REFINEMENTS.value
+        author = lambda folder: find.Author(ask, folder, refinements)
     most = _MAX_TEST_SECONDS.value
-    yield from command.run(packages, out, num_tasks, seed, most)
+    yield from command.run(packages, out, num_tasks, seed, most, author)
 
 
 def draft(
@@ -68,18 +75,21 @@ def draft(
         num_repeats=num_repeats,
         num_at_once=num_at_once,
     )
-    return run.run(_author(), topics, pathlib.Path(out), settings)
+    return run.run(_author("draft"), topics, pathlib.Path(out), settings)
 
 
-def _author() -> endpoint.Ask:
+def _author(action: str) -> endpoint.Ask:
     """Returns the model that the flags name.
+
+    Args:
+        action: of the command, for the error.
 
     Raises:
         config.InputError: a flag is missing or out of its range.
     """
     if not _BASE_URL.value or not _MODEL.value:
         raise config.InputError(
-            "`draft` needs a model: --base_url=http://HOST:PORT/v1 and --model=NAME."
+            f"`{action}` asks a model: --base_url=http://HOST:PORT/v1 and --model=NAME."
         )
     if _TEMPERATURE.value < 0 or _MAX_TOKENS.value < 1:
         raise config.InputError(

@@ -3,14 +3,17 @@
 import asyncio
 import json
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from absl import logging
 
 from glm5_jax import config
 from glm5_jax.environments.worlds.swe import mine, records, releases, sources
+from glm5_jax.environments.worlds.swe.author import find
 from glm5_jax.environments.worlds.swe.chain import mine as chain_mine
+
+_NOT_FETCHED = "not to be fetched"
 
 
 def run(
@@ -19,6 +22,7 @@ def run(
     num_tasks: int,
     seed: int,
     max_seconds: float = mine.MAX_TEST_SECONDS,
+    author: Callable[[records.Folder], mine.Author] | None = None,
 ) -> Iterator[str]:
     """Mines packages, and yields a line of JSON for each, and one for the folder.
 
@@ -29,6 +33,8 @@ def run(
         num_tasks: of each package, at most.
         seed: of the order in which places are tried.
         max_seconds: of CPU that the tests of a package may take.
+        author: returns the model that is asked how a single package is tested, where
+            no rule finds it; None: nobody is asked.
 
     Raises:
         config.InputError: an argument is wrong. A package that cannot be fetched is
@@ -41,11 +47,13 @@ def run(
     if num_tasks < 1:
         raise config.InputError(f"--num_tasks must be positive, got {num_tasks}.")
     folder = records.Folder(out)
+    model = author(folder) if author else None
     for name in _split(names):
-        asyncio.run(_mine(name, folder, num_tasks, seed, max_seconds))
+        asyncio.run(_mine(name, folder, num_tasks, seed, max_seconds, model))
         yield json.dumps({"package": name, **_counts(mine.Log(folder))})
     log = mine.Log(folder)
-    total = {"folder": out, **_counts(log), "by_package": _by_package(log)}
+    rates = {"recipes": _rates(log, folder)}
+    total = {"folder": out, **_counts(log), **rates, "by_package": _by_package(log)}
     yield json.dumps(total, indent=2)
 
 
@@ -65,7 +73,12 @@ def _releases(name: str) -> list[str]:
 
 
 async def _mine(
-    name: str, folder: records.Folder, num_tasks: int, seed: int, max_seconds: float
+    name: str,
+    folder: records.Folder,
+    num_tasks: int,
+    seed: int,
+    max_seconds: float,
+    author: mine.Author | None,
 ) -> None:
     log = mine.Log(folder)
     try:
@@ -73,10 +86,10 @@ async def _mine(
     except config.InputError as error:
         logging.warning("%s", error)
         if (name, "") not in log.outcomes:
-            log.add(name, "", "not to be fetched")
+            log.add(name, "", _NOT_FETCHED)
         return
     if len(packages) == 1:
-        await mine.mine(packages[0], folder, num_tasks, seed, max_seconds)
+        await mine.mine(packages[0], folder, num_tasks, seed, max_seconds, author)
     elif len(packages) == 2:
         older, newer = packages
         await releases.mine_pair(older, newer, folder, num_tasks)
@@ -95,6 +108,25 @@ def _by_package(log: mine.Log) -> dict[str, dict[str, Any]]:
         else:
             row["package"] = outcome
     return found
+
+
+def _rates(log: mine.Log, folder: records.Folder) -> dict[str, dict[str, Any]]:
+    """Returns for how many packages rules, and a model, found how tests run."""
+    outcomes = [outcome for (_, key), outcome in log.outcomes.items() if key == ""]
+    tried = [outcome for outcome in outcomes if outcome != _NOT_FETCHED]
+    found = [outcome for outcome in tried if outcome.startswith(mine.RUNS)]
+    by_rules = [outcome for outcome in found if not outcome.endswith(mine.BY_MODEL)]
+    rates = {"by_rules": _rate(len(tried), len(by_rules))}
+    if asked := find.asked(folder.path).values():
+        works = sum(entry["works"] for entry in asked)
+        requests = sum(entry["requests"] for entry in asked)
+        rates["by_model"] = {**_rate(len(asked), works), "requests": requests}
+    return rates
+
+
+def _rate(packages: int, found: int) -> dict[str, Any]:
+    share = round(found / packages, 3) if packages else 0.0
+    return {"packages": packages, "found": found, "share": share}
 
 
 def _counts(log: mine.Log) -> dict[str, Any]:

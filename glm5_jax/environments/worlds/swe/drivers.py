@@ -20,6 +20,7 @@ from glm5_jax.environments.worlds.swe import guarded_run, records, runners
 ROOT = "repo"  # folder of the package below /work
 CANARY = "canary_of_the_runner"
 GUARDED = ("pytest", "unittest")  # guarded_run.py runs them
+COMMAND = "command"  # the runner that runs what the recipe says
 # Nothing steers Python, and sets have one order: tests of what is in a set are named by
 # it. With -I Python would take neither.
 _PLAIN = "env -u PYTHONPATH -u PYTHONHOME PYTHONHASHSEED=0"
@@ -45,6 +46,7 @@ _STEPS = {
     f"{_CLASS_PATH} ListedRun $c",
     "go": f"case $file in ({_TESTS}) cd /tmp/go/src/$module;; "
     f"(*) cd /tmp/go/src/{CANARY};; esac\ngo test -v -vet=off -p 1 ./...",
+    COMMAND: 'file=$file bash -c "$given"',
     "c": "cc -w -g -O0 $roots $file $link -lm -o /tmp/t && /tmp/t",
     "c++": "c++ -w -g -O0 $roots $file $link -lm -o /tmp/t && /tmp/t",
 }
@@ -52,6 +54,7 @@ _OBJECTS = """mkdir -p /tmp/objects; n=0
 for s in $sources; do n=$((n+1)); $compiler -w -g -O0 $roots -c $s \
 -o /tmp/objects/$n.o || exit 1; done; ar rcs /tmp/objects/all.a /tmp/objects/*.o"""
 _PREPARE = {
+    COMMAND: "given=$(cat $home/command.sh)",
     "junit": f"""mkdir -p /tmp/classes
 find $folders $home -name '*.java' ! -name '*-info.java' > /tmp/sources
 javac -J-Xmx512m -J-XX:+UseSerialGC -J-XX:TieredStopAtLevel=1 \
@@ -64,6 +67,11 @@ GOCACHE=/tmp/gocache CGO_ENABLED=0
 mkdir -p /tmp/go/src/$module /tmp/go/src/{CANARY}
 cp -r . /tmp/go/src/$module; cp $home/*_test.go /tmp/go/src/{CANARY}""",
 }
+# A recipe's own commands before the tests, which they must leave as they are; what they
+# print is told if they fail.
+_SETUP = """tests=$(cat "$@" | sha256sum)
+bash $home/setup.sh </dev/null >/tmp/setup 2>&1 || { cat /tmp/setup; exit 1; }
+[ "$tests" = "$(cat "$@" | sha256sum)" ] || exit 1"""
 _ENDINGS = {
     "perl": ".t",
     "node": ".js",
@@ -82,6 +90,7 @@ RUNNERS = (*GUARDED, *_STEPS)
 _FILES = {"junit": "ListedRun.java", "phpunit": "autoload.php"}
 _HOST = {"junit": "java-*-openjdk", "phpunit": "php"}  # in /etc
 _PROGRAMS = {
+    COMMAND: ("bash", "bash"),
     "perl": ("perl", "perl"),
     "node": ("node", "nodejs"),
     "tape": ("node", "nodejs"),
@@ -118,7 +127,7 @@ def command(recipe: records.Recipe) -> str:
         )
     if recipe.runner in _TOGETHER:
         files = _TESTS
-    canary = f"{_HOME}/{CANARY}{_ENDINGS[recipe.runner]}"
+    canary = f"{_HOME}/{CANARY}{_ending(recipe)}"
     return f"cd /work/{ROOT} && bash {_HOME}/driver.sh {files} {canary} 2>&1"
 
 
@@ -134,7 +143,10 @@ def files(recipe: records.Recipe, token: str) -> Mapping[str, bytes]:
         found["guarded_run.py"] = pathlib.Path(guarded_run.__file__).read_bytes()
     else:
         found["driver.sh"] = _driver(recipe).encode()
-        found[f"{CANARY}{_ENDINGS[recipe.runner]}"] = recipe.canary.encode()
+        found[f"{CANARY}{_ending(recipe)}"] = recipe.canary.encode()
+    for name in ("setup", COMMAND):
+        if text := getattr(recipe, name):
+            found[f"{name}.sh"] = text.encode()
     if name := _FILES.get(recipe.runner):
         path = pathlib.Path(__file__).parent / "runner" / name
         found[name] = path.read_bytes()
@@ -152,12 +164,13 @@ def edition() -> str:
 
 
 def _driver(recipe: records.Recipe) -> str:
-    prepare = _PREPARE.get(recipe.runner, ":")
+    prepare = [_PREPARE.get(recipe.runner, ":"), *([_SETUP] if recipe.setup else [])]
+    prepare += [_OBJECTS] if recipe.sources else []
     words = {
         "token_file": _TOKEN,
         "home": _HOME,
         "step": _STEPS[recipe.runner],
-        "prepare": _OBJECTS if recipe.sources else prepare,
+        "prepare": "\n".join(prepare),
         "sources": " ".join(map(shlex.quote, recipe.sources)),
         "compiler": "cc" if recipe.runner == "c" else "c++",
         "roots": " ".join(f"-I{root}" for root in recipe.roots),
@@ -173,6 +186,12 @@ def _driver(recipe: records.Recipe) -> str:
     for _ in range(2):  # steps have words too
         driver = re.sub(r"\$(\w+)", lambda match: words.get(match[1], match[0]), driver)
     return driver
+
+
+def _ending(recipe: records.Recipe) -> str:
+    """Returns the ending of a canary's name."""
+    of_tests = pathlib.PurePosixPath(recipe.files[0]).suffix
+    return _ENDINGS.get(recipe.runner, of_tests)
 
 
 def _classes(recipe: records.Recipe) -> list[str]:

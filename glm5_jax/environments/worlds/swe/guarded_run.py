@@ -12,6 +12,7 @@ import importlib
 import io
 import os
 import pathlib
+import subprocess
 import sys
 import types
 import unittest
@@ -33,6 +34,7 @@ def main(kind: str, token_file: str, tools: str, roots: str, *files: str) -> Non
     """Runs the tests and reports them on the standard output."""
     token = pathlib.Path(token_file).read_text(encoding="utf-8").strip()
     os.unlink(token_file)
+    _set_up(pathlib.Path(token_file).with_name("setup.sh"), files)
     output, stamp = os.fdopen(os.dup(1), "w", buffering=1), os.getpid()
 
     def report(line: str) -> None:
@@ -62,6 +64,23 @@ def main(kind: str, token_file: str, tools: str, roots: str, *files: str) -> Non
     report("DONE")
     output.flush()
     os._exit(0)
+
+
+def _set_up(script: pathlib.Path, files: tuple[str, ...]) -> None:
+    """Runs what a recipe wants before the tests; ends if that fails or changes them."""
+    if not script.exists():
+        return
+    before = [pathlib.Path(file).read_bytes() for file in files]
+    done = subprocess.run(
+        ["bash", str(script)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    after = [pathlib.Path(file).read_bytes() for file in files]
+    if done.returncode or before != after:
+        sys.stdout.buffer.write(done.stdout)
+        sys.exit(1)
 
 
 def _codes() -> dict[str, Any]:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import random
 from collections.abc import Collection, Mapping
+from typing import Protocol
 
 from glm5_jax import config
 from glm5_jax.environments.worlds.swe import (
@@ -26,6 +27,7 @@ from glm5_jax.environments.worlds.swe import (
 
 LOG = "mined.jsonl"
 MADE = "made"  # the outcome of a candidate that became a task
+RUNS, BY_MODEL = "tests run", ", by a model"  # in the outcome of a package
 MAX_TRIES = 3  # for each task wanted
 _MIN_TESTS = 3  # that pass, of a package
 _MAX_BROKEN = 1 / 3  # of the tests that passed
@@ -41,6 +43,33 @@ class Found:
     recipe: records.Recipe
     trial: trials.Trial
     passing: frozenset[str]  # in both of two runs
+    by: str = ""  # BY_MODEL, or "": by a rule
+
+    def outcome(self) -> str:
+        """Returns what the log says of the package."""
+        return f"{RUNS} ({self.recipe.language}){self.by}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Failed:
+    """A recipe that does not work, or none."""
+
+    reason: str
+    log: str = ""  # of its last run
+
+
+class Author(Protocol):
+    """A model that finds recipes where no rule does; author/find.py has it."""
+
+    def has_asked(self, package: sources.Package) -> bool:
+        """Returns whether it was asked for a package before."""
+        ...
+
+    async def find(
+        self, package: sources.Package, failed: Failed, max_seconds: float
+    ) -> Found | Failed:
+        """Returns a recipe that works, or what came of the last one."""
+        ...
 
 
 class Log:
@@ -101,23 +130,32 @@ async def find_recipe(
     Raises:
         config.InputError: the machine lacks the programs of every recipe.
     """
-    reason, lacking, was_tried = "no tests that a rule finds", "", False
+    found = await by_rules(package, max_seconds)
+    return found.reason if isinstance(found, Failed) else found
+
+
+async def by_rules(
+    package: sources.Package, max_seconds: float = MAX_TEST_SECONDS
+) -> Found | Failed:
+    """Returns the first recipe under which a package's tests pass; see find_recipe."""
+    failed, lacking, was_tried = Failed("no tests that a rule finds"), "", False
     for recipe in recipes.candidates(package.files):
         if lacks := drivers.missing(recipe):
             lacking = f"{package.name}: tests in {recipe.language} need more: {lacks}."
             continue
-        found = await _try(package, recipe, max_seconds)
+        found = await attempt(package, recipe, max_seconds)
         if isinstance(found, Found):
             return found
-        reason, was_tried = found, True
+        failed, was_tried = found, True
     if lacking and not was_tried:
         raise config.InputError(lacking)
-    return reason
+    return failed
 
 
-async def _try(
+async def attempt(
     package: sources.Package, recipe: records.Recipe, max_seconds: float
-) -> Found | str:
+) -> Found | Failed:
+    """Returns a recipe, without the files that do not pass, or why it does not work."""
     trial = await trials.run(package.files, recipe, _SECONDS)
     bad = [f for f in recipe.files if not _passes_in(f, trial)]
     if bad and len(bad) < len(recipe.files):  # e.g. one needs another package
@@ -125,15 +163,15 @@ async def _try(
         recipe = dataclasses.replace(recipe, files=files)
         trial = await trials.run(package.files, recipe, _SECONDS)
     if trial.problem:
-        return trial.problem
+        return Failed(trial.problem, trial.log)
     if len(trial.passed()) < _MIN_TESTS:
-        return "hardly any test passes"
+        return Failed("hardly any test passes", trial.log)
     if trial.cpu_seconds > max_seconds:
-        return "the tests are slow"
+        return Failed("the tests are slow", trial.log)
     again = await trials.run(package.files, recipe, _SECONDS)
     passing = frozenset(trial.passed() & again.passed())
     if len(passing) < _MIN_TESTS:
-        return "two runs disagree"
+        return Failed("two runs disagree", again.log)
     return Found(package, recipe, trial, passing)
 
 
@@ -154,15 +192,30 @@ async def mine(
     num_tasks: int,
     seed: int,
     max_seconds: float = MAX_TEST_SECONDS,
+    author: Author | None = None,
 ) -> None:
-    """Adds tasks from a package to a folder, as many as asked for if it has them."""
+    """Adds tasks from a package to a folder, as many as asked for if it has them.
+
+    Args:
+        package: to break.
+        folder: of the tasks.
+        num_tasks: that are wanted.
+        seed: of the order in which places are tried.
+        max_seconds: of CPU; slower tests count as none.
+        author: is asked where no rule finds a recipe, also of packages of an earlier
+            run.
+    """
     log = Log(folder)
     name = package.tree
-    if (name, "") in log.outcomes:
+    known = log.outcomes.get((name, ""), "")
+    is_new = author is not None and not author.has_asked(package)
+    if known and (known.startswith(RUNS) or not is_new):
         return  # done before
-    found = await find_recipe(package, max_seconds)
-    if isinstance(found, str):
-        log.add(name, "", found)
+    found = await by_rules(package, max_seconds)
+    if isinstance(found, Failed) and author is not None:
+        found = await author.find(package, found, max_seconds)
+    if isinstance(found, Failed):
+        log.add(name, "", found.reason)
         return
     folder.add_tree(package.tree, package.files)
     candidates = _candidates(found)
@@ -180,7 +233,7 @@ async def mine(
         task_id = f"{name}-{digest(f'{path}/{cut}')}"
         result = await make_task(found, changed, task_id)
         made += log.take(name, candidate, result, folder)
-    log.add(name, "", f"tests run ({found.recipe.language})")
+    log.add(name, "", found.outcome())
 
 
 def _candidates(found: Found) -> list[tuple[str, mutate.Break]]:

@@ -33,6 +33,8 @@ class Recipe:
     guards: tuple[str, ...] = ()  # patterns of files that an agent cannot change
     sources: tuple[str, ...] = ()  # that each test program is linked with
     canary: str = ""  # a test that must fail, in the language; "": the runner has one
+    setup: str = ""  # shell commands in the package's folder before the tests
+    command: str = ""  # of the runner "command": runs the file $file of tests
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -46,7 +46,7 @@ async def mine_pair(
             task_id = f"{name}-{mine.digest(candidate)}"
             result = await mine.make_task(found, changed, task_id, "place")
             made += log.take(name, candidate, result, folder)
-    log.add(name, "", f"tests run ({found.recipe.language})")
+    log.add(name, "", found.outcome())
 
 
 def _changed(old: records.Files, new: records.Files) -> Mapping[str, str | None]:

@@ -17,6 +17,7 @@ from glm5_jax.environments.worlds.swe import drivers, parsers, records
 MAX_SECONDS = 60.0  # of a run by the clock: a loaded machine is slow
 _CPU_SECONDS = 20  # of each process, such as one in an endless loop
 _OUTPUT_BYTES = 2**22  # of a log; also bounds what is read of an agent's file
+NO_FAILURE = "a test that must fail did not"  # a problem of a run
 _ADDRESSES = {"javascript": 2**37}  # V8 reserves far more than it uses
 
 
@@ -102,7 +103,7 @@ def _read(log: str, token: str, recipe: records.Recipe) -> tuple[dict[str, str],
     is_caught = any(outcomes[name] == parsers.FAILED for name in canaries)
     for name in canaries:
         del outcomes[name]
-    return outcomes, "" if is_caught else "a test that must fail did not"
+    return outcomes, "" if is_caught else NO_FAILURE
 
 
 def _read_sections(

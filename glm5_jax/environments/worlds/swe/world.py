@@ -32,6 +32,7 @@ _INSTRUCTION = (
     "The package is in {home}; its tests are not. Change its source with the tools, "
     "then call submit. Hidden tests decide. Edits of tests do not count.\n\n"
 )
+_SETUP = "Before the tests, these commands run there:\n\n{setup}\n\n"
 
 
 class Swe(listed.Listed[records.Record]):
@@ -50,7 +51,10 @@ class Swe(listed.Listed[records.Record]):
 
     def task_of(self, record: records.Record) -> protocol.Task:
         """Returns the task of a record."""
-        text = _INSTRUCTION.format(home=tools.HOME) + record.problem_statement
+        text = _INSTRUCTION.format(home=tools.HOME)
+        if record.recipe.setup:
+            text += _SETUP.format(setup=record.recipe.setup)
+        text += record.problem_statement
         return protocol.Task(
             id=record.instance_id,
             messages=({"role": "user", "content": text},),

@@ -21,13 +21,13 @@ class RecipeTest(parameterized.TestCase):
         tried, lacking = "its tests fail", "ruby is not in /usr/bin; install ruby"
         recipes = {"c": "", "ruby": lacking}
         found = [mock.Mock(language=language) for language in recipes]
-        attempt = mock.AsyncMock(return_value=tried)
+        attempt = mock.AsyncMock(return_value=mine.Failed(tried))
         with (
             mock.patch.object(mine.recipes, "candidates", return_value=found) as given,
             mock.patch.object(
                 mine.drivers, "missing", side_effect=lambda r: recipes[r.language]
             ),
-            mock.patch.object(mine, "_try", attempt),
+            mock.patch.object(mine, "attempt", attempt),
         ):
             package = mock.Mock(files={})
             self.assertEqual(asyncio.run(mine.find_recipe(package, 1.0)), tried)
