@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import mmap
 import pathlib
 import subprocess
 import sys
@@ -369,6 +370,14 @@ class ResumeTest(parameterized.TestCase):
             f"{__name__}:Heavy", validate.Settings(num_tasks=1, num_repeats=1), None
         )
         self.assertBetween(figures["megabytes_most"], 64, 200)
+
+    def test_memory_of_its_own_is_seen(self):
+        """What judges in this process, such as an index, has no process to look at."""
+        settings = validate.Settings(num_tasks=1, num_repeats=1)
+        figures = validate.validate("gcd", settings, None)
+        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+        now = pages * mmap.PAGESIZE / 1e6  # the kernel counts it a little late
+        self.assertBetween(figures["own_megabytes_most"], 0.9 * now, 2**16)
 
 
 class CommandTest(parameterized.TestCase):
