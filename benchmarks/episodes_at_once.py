@@ -5,7 +5,8 @@
 The model is a server of its own process: it answers vLLM's /inference/v1/generate with
 the turns of a task's solution, or of a wrong attempt, after a time that is lognormal
 with the given mean. The orchestrator, its queue and the client are those of training;
-the trainer is a loop that takes a step's groups and publishes a version. Prints the
+the trainer is a loop that takes a step's groups and tells the server a version, which
+the tokens then name. Prints the
 ledger, which must close after every step, the shares of the tasks, and what is left.
 """
 
@@ -40,6 +41,8 @@ SHARES = {"column_sums": 0.5, "git_merge": 0.25, "json_filter": 0.25}
 GROUP_SIZE, GROUPS_A_STEP, MAX_STALENESS = 8, 64, 2
 MAX_TURNS = 8
 PORT = 8917
+URL = f"http://127.0.0.1:{PORT}"
+VERSION = "/version"  # takes the number of the weights from now on
 CAPACITY = 65_536  # tokens, which are bytes
 
 
@@ -54,7 +57,12 @@ class Script:
     def __init__(self, seconds: float) -> None:
         """Answers after `seconds` on average."""
         self._taskset, self._template = environments.make(TASKS), template()
-        self._seconds, self._rng = seconds, random.Random(0)
+        self._seconds, self._rng, self._version = seconds, random.Random(0), 0
+
+    async def publish(self, request: web.Request) -> web.Response:
+        """Takes the version of tokens from now on."""
+        self._version = int(await request.text())
+        return web.Response()
 
     async def answer(self, request: web.Request) -> web.Response:
         """Returns a turn of an episode in the form of vLLM."""
@@ -70,29 +78,35 @@ class Script:
         tokens = [t for t, m in zip(shown.tokens, shown.mask, strict=True) if m]
         spread = 0.8
         mean = math.log(self._seconds) - spread**2 / 2
+        version = self._version
         await asyncio.sleep(self._rng.lognormvariate(mean, spread))
         choice = {
             "token_ids": tokens,
             "logprobs": {"content": [{"logprob": -0.1}] * len(tokens)},
             "finish_reason": "stop",
-            "weight_versions": [0] * len(tokens),
-            "cache_versions": [0] * len(tokens),
+            "weight_versions": [version] * len(tokens),
+            "cache_versions": [version] * len(tokens),
         }
         return web.json_response({"choices": [choice]})
 
 
 def serve(seconds: float) -> None:
     """Runs the server."""
-    app = web.Application(client_max_size=2**26)
-    app.router.add_post(remote.GENERATE, Script(seconds).answer)
+    app, script = web.Application(client_max_size=2**26), Script(seconds)
+    app.router.add_post(remote.GENERATE, script.answer)
+    app.router.add_post(VERSION, script.publish)
     web.run_app(app, host="127.0.0.1", port=PORT, print=None)
 
 
-async def learn(played: orchestrator.Orchestrator, num_steps: int) -> list[dict]:
+async def learn(
+    played: orchestrator.Orchestrator, session: aiohttp.ClientSession, num_steps: int
+) -> list[dict]:
     """Takes the groups of steps; returns the ledger after each."""
     ledgers = []
     for step in range(num_steps):
         await played.take(120.0)
+        async with session.post(URL + VERSION, data=str(step + 1)) as response:
+            response.raise_for_status()
         played.published(step + 1)
         played.groups.commit(step + 1)
         ledger = played.groups.ledger()
@@ -193,15 +207,14 @@ async def play(at_once: int, num_steps: int, most: Most) -> dict:
 
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as session:
-        url = f"http://127.0.0.1:{PORT}"
-        engine = remote.Remote(session, url, CAPACITY, seconds=120.0)
+        engine = remote.Remote(session, URL, CAPACITY, seconds=120.0)
         context = episodes.Context(engine, taskset, template(), settings)
         groups = groups_lib.Groups(GROUPS_A_STEP, MAX_STALENESS)
         made = orchestrator.Orchestrator(context, jobs, groups, drop_equal=False)
         running = asyncio.create_task(made.run())
         watching = asyncio.create_task(watch(made, most))
         began = time.perf_counter()
-        ledgers = await learn(made, num_steps)
+        ledgers = await learn(made, session, num_steps)
         seconds = time.perf_counter() - began
         episodes_played = made.played().episodes
         watching.cancel()
