@@ -387,7 +387,7 @@ async def start(kind: Kind, image: image_lib.Image, limits: limits_lib.Limits) -
     except BaseException:
         await box.close()
         raise
-    await asyncio.to_thread(shutil.rmtree, stage)
+    shutil.rmtree(stage)  # no `await`: who is cancelled here has no box to close
     return box
 
 

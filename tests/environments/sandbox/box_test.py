@@ -4,6 +4,7 @@ import asyncio
 import os
 import pathlib
 import platform
+import shutil
 import signal
 import socket
 import subprocess
@@ -203,6 +204,24 @@ class ShellTest(absltest.TestCase):
             await asyncio.sleep(0)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+        asyncio.run(begin())
+
+    def test_a_start_that_is_cancelled_at_its_end_leaves_nothing(self):
+        async def begin():
+            loop = asyncio.get_running_loop()
+            task = loop.create_task(sandbox.start(limits=SMALL, kind=self.kind))
+            remove = shutil.rmtree
+
+            def cancel(path, **given):
+                loop.call_soon_threadsafe(task.cancel)
+                time.sleep(0.1)
+                remove(path, **given)
+
+            with mock.patch.object(shutil, "rmtree", cancel):
+                await asyncio.wait({task})
+            if not task.cancelled():
+                await task.result().close()
 
         asyncio.run(begin())
 
