@@ -276,5 +276,70 @@ class HoursTest(parameterized.TestCase):
         self.assertEqual(hours(), (ledger, ages, steps))
 
 
+class Trainer:
+    """A trainer that saves every other step, and can be killed at any moment."""
+
+    NUM_STEPS = 16
+
+    def __init__(self, rng):
+        self.rng, self.num_kills, self.ages = rng, 0, []
+        self.learnt: dict[int, list[int]] = {}  # by step, in its weights
+        self.saved = 0, json.dumps(groups_lib.Groups(2, 2).state(0))
+
+    async def live(self):
+        """Resumes, and learns to the end; returns the groups."""
+        step, state = self.saved
+        self.learnt = {s: of for s, of in self.learnt.items() if s <= step}
+        rng, groups = self.rng, groups_lib.Groups(2, 2, json.loads(state))
+        engine = orchestrator_test.Engine(
+            seconds=lambda: rng.lognormvariate(3.0, 1.0),
+            fails=lambda: rng.random() < 0.02,
+        )
+        engine.version = step
+        made = make(engine, Lucky(), groups)
+        async with playing(made):
+            while step < self.NUM_STEPS:
+                taken = await made.take(STALL)
+                drawn = [v for _, g in taken for e in g for v in e.samples[0].versions]
+                self.ages.append(step - min(v for v in drawn if v >= 0))
+                await asyncio.sleep(rng.uniform(0, 4 * MINUTE))  # learns
+                step += 1
+                self.learnt[step] = [index for index, _ in taken]
+                if step % 2 == 0:
+                    state = json.dumps(groups.state(step))
+                    groups.commit(step)
+                    await asyncio.sleep(MINUTE)  # the checkpoint is written
+                    self.saved = step, state
+                engine.version = step
+                made.published(step)
+        return groups
+
+    async def run(self):
+        """Lives until the end, some of its lives for a while only."""
+        while True:
+            limit = self.rng.uniform(0, 15 * MINUTE) if self.num_kills < 12 else None
+            try:
+                async with asyncio.timeout(limit):
+                    return await self.live()
+            except TimeoutError:
+                self.num_kills += 1
+
+
+class KillTest(parameterized.TestCase):
+    @parameterized.parameters(range(3))
+    def test_a_trainer_that_is_killed_at_any_moment_loses_no_group(self, seed):
+        trainer = Trainer(random.Random(seed))
+        groups, _ = virtual_time.run(trainer.run())
+        self.assertGreater(trainer.num_kills, 3)
+        self.assertEqual([*trainer.learnt], [*range(1, trainer.NUM_STEPS + 1)])
+        learnt = [index for indices in trainer.learnt.values() for index in indices]
+        self.assertLen(set(learnt), 2 * trainer.NUM_STEPS)
+        self.assertLessEqual(max(trainer.ages), 2)
+        state, ledger = groups.state(trainer.NUM_STEPS), groups.ledger()
+        self.assertEqual({*range(state["next"])} - {*learnt}, {*state["again"]})
+        self.assertEqual(ledger.pop("begun"), sum(ledger.values()))
+        self.assertEqual(ledger["done"], 2 * trainer.NUM_STEPS)
+
+
 if __name__ == "__main__":
     environment.main()

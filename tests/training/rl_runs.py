@@ -112,7 +112,7 @@ def by_path(params):
 
 
 def main():
-    """A run with slow environments, to be killed: WORKDIR, seconds of an answer."""
+    """A run with slow environments, to be killed: WORKDIR, seconds, steps if stale."""
     environment.configure()
     taskset = Lottery(seconds=float(sys.argv[2]))
     answered = taskset.step
@@ -126,7 +126,9 @@ def main():
         runs.use_devices(),
         mock.patch.object(environments, "make", return_value=taskset),
     ):
-        loop.train(make_config(), pathlib.Path(sys.argv[1]))
+        num_steps = [int(given) for given in sys.argv[3:]]
+        config = make_async(2, num_steps=num_steps[0]) if num_steps else make_config()
+        loop.train(config, pathlib.Path(sys.argv[1]))
 
 
 if __name__ == "__main__":
