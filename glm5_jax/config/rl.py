@@ -133,6 +133,9 @@ class RLConfig:
     # Evaluate while the training goes on, in stage async_rl. Newer weights may draw the
     # last tokens of an evaluation, which tells their share; the run's last one waits.
     evaluates_beside: bool = False
+    # URL of a router before servers that only evaluate, beside those of rl.servers: all
+    # tokens of an evaluation are then of its version.
+    eval_servers: str | None = None
     # Lowest held-out success at which a run may start: below it, most groups have no
     # reward. With 0 here and max_start_success=1, nothing is measured.
     min_start_success: float = 0.05
@@ -210,9 +213,20 @@ class RLConfig:
                 f"servers and weights_store must be set together, got {servers!r} "
                 f"and {store!r}: servers read new weights from there.",
             ),
+            *(
+                (
+                    not url or url.startswith(("http://", "https://")),
+                    f"{name} must be a URL, e.g. http://host:8000, got {url!r}.",
+                )
+                for name, url in (
+                    ("servers", servers),
+                    ("eval_servers", self.eval_servers),
+                )
+            ),
             (
-                not servers or servers.startswith(("http://", "https://")),
-                f"servers must be a URL, e.g. http://host:8000, got {servers!r}.",
+                not self.eval_servers or bool(servers and self.evaluates_beside),
+                f"eval_servers must not be set without servers, whose weights_store "
+                f"they read, and evaluates_beside=true, got {self.eval_servers!r}.",
             ),
             (
                 not servers or self.num_engines == 0,

@@ -23,6 +23,7 @@ from glm5_jax.rl.actors import orchestrator as orchestrator_lib
 from tests.rl import remote_test
 
 TOKENIZER = tokenizer_lib.named("byte_chat")
+UPDATE = {"update_info": {"path": "v0"}}
 PACKAGE = str(pathlib.Path(process.__file__).parents[2])
 END = TOKENIZER.special_ids["<|user|>"]
 SAID = [*b"ab", END]
@@ -256,6 +257,42 @@ class ProcessTest(parameterized.TestCase):
         version, records = asyncio.run(run())
         self.assertEqual(version, 3)
         self.assertLen(trajectories.all_from_json(records), 4)
+
+    def test_servers_that_only_evaluate_keep_their_version(self):
+        """Those of training get newer ones meanwhile."""
+        training, evaluating = Server(), Server(version=7)
+
+        async def run():
+            async with remote_test.served(*evaluating.routes()) as (url, _):
+                theirs = {"servers": "http://a:1", "weights_store": "/w"}
+                rl = dataclasses.replace(
+                    CONFIG.rl,
+                    **theirs | {"num_engines": 0, "evaluates_beside": True},
+                    eval_servers=url,
+                )
+                config = dataclasses.replace(CONFIG, rl=rl)
+                async with orchestrating(training, config) as ask:
+                    await ask("/publish", folder="v0", version=0)
+                    await ask("/start", groups={})
+                    await ask("/evaluate_beside", version=0)
+                    for version in itertools.count():
+                        _, answer = await ask("/take", version=version)
+                        if answer["evaluated"] is not None:
+                            return answer["evaluated"]
+                        new = version + 1
+                        await ask("/publish", folder=f"v{new}", version=new)
+
+        version, records = asyncio.run(run())
+        found = held_out.Evaluation(version, trajectories.all_from_json(records))
+        figures = held_out.mixed_figures(found)
+        names = "eval/tasks", "eval/version", "eval/version_last", "eval/version_share"
+        self.assertEqual([figures[name] for name in names], [4, 0, 0, 1.0])
+        pins = {b["sampling_params"].get("weight_version") for b in evaluating.requests}
+        self.assertEqual(pins, {8})  # they were used before: its version is theirs
+        self.assertLen(evaluating.requests, 4)
+        pins = {b["sampling_params"].get("weight_version") for b in training.requests}
+        self.assertEqual(pins, {None})
+        self.assertEqual([body for path, body in evaluating.updates][1:2], [UPDATE])
 
     def test_a_server_that_missed_a_version_gets_it(self):
         server, router = Server(), remote_test.Router(["ready", "ready"])

@@ -368,7 +368,7 @@ class FleetTest(parameterized.TestCase):
         async def run():
             async with served(*routes) as (url, session):
                 fleet = fleet_lib.Fleet(session, url)
-                fleet._current = "folder", 5
+                fleet.current = "folder", 5
                 repair = asyncio.create_task(fleet.repair(0.01))
                 async with asyncio.timeout(30):
                     while not fleet.num_repaired and not repair.done():
@@ -500,7 +500,7 @@ class FleetTest(parameterized.TestCase):
                 if not server:
                     await fleet.publish("folder", 5, seconds=0.0)
                     return
-                fleet._current = "folder", 5
+                fleet.current = "folder", 5
                 # The router needs three seconds to see that a server is right.
                 for seconds in (0.0, 2.9):
                     clock.monotonic.return_value = 100.0 + seconds

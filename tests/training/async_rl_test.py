@@ -348,6 +348,7 @@ class GateTest(parameterized.TestCase):
         ({"servers": "http://a:1"}, "servers and weights_store must be set together"),
         ({"weights_store": "/tmp"}, "servers and weights_store must be set together"),
         ({"servers": "a:1", "weights_store": "/tmp"}, "servers must be a URL"),
+        ({"eval_servers": "http://a:1"}, "eval_servers must not be set without"),
         (
             {"servers": "http://a:1", "weights_store": "/tmp", "num_engines": 2},
             "num_engines must be 0",

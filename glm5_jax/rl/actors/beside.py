@@ -2,12 +2,14 @@
 
 The trainer does not wait, so new weights may come before the last task is played. Its
 episodes go on with them, as others do, and each token has the version that drew it:
-held_out.py tells how many are of the version that the evaluation began with.
+held_out.py tells how many are of the version that the evaluation began with: all where
+engines of their own play them (pinned.py).
 """
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
 
 from absl import logging
 
@@ -16,6 +18,14 @@ from glm5_jax.rl import episodes as episodes_lib
 
 # Requests of an evaluation that the trainer waits for may run at the same time.
 _FIRST_ID = 2**29  # beyond theirs
+
+
+class _Asked(NamedTuple):
+    """An evaluation that is to begin."""
+
+    version: int
+    jobs: Sequence[episodes_lib.Job]
+    prepare: Callable[[], Awaitable[None]] | None
 
 
 class Beside:
@@ -28,18 +38,22 @@ class Beside:
           context: of its episodes, settings.num_concurrent of which are under way.
         """
         self._context = context
-        self._asked: asyncio.Queue[tuple[int, Sequence[episodes_lib.Job]]] = (
-            asyncio.Queue()
-        )
+        self._asked: asyncio.Queue[_Asked] = asyncio.Queue()
         self._under_way: int | None = None  # its version
         self._over: held_out.Evaluation | None = None
 
-    def begin(self, jobs: Sequence[episodes_lib.Job], version: int) -> bool:
+    def begin(
+        self,
+        jobs: Sequence[episodes_lib.Job],
+        version: int,
+        prepare: Callable[[], Awaitable[None]] | None = None,
+    ) -> bool:
         """Begins an evaluation; False, with a warning, while another is under way.
 
         Args:
           jobs: of the held-out tasks.
           version: of the weights that the engines have.
+          prepare: gives engines of their own the version; it is done first.
         """
         if self._under_way is not None:
             logging.warning(
@@ -54,7 +68,7 @@ class Beside:
             dataclasses.replace(job, request_id=job.request_id + _FIRST_ID)
             for job in jobs
         ]
-        self._asked.put_nowait((version, own))
+        self._asked.put_nowait(_Asked(version, own, prepare))
         return True
 
     def taken(self) -> held_out.Evaluation | None:
@@ -69,8 +83,10 @@ class Beside:
           Exception: of an episode, but for the engines' errors.
         """
         while True:
-            version, jobs = await self._asked.get()
+            version, jobs, prepare = await self._asked.get()
             try:
+                if prepare is not None:
+                    await prepare()
                 episodes = await episodes_lib.run_all(self._context, jobs)
                 self._over = held_out.Evaluation(version, episodes)
             except completer.EngineError as error:

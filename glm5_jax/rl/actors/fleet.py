@@ -45,7 +45,7 @@ class Fleet:
         """
         self._more = {"clear_cache": True} if clears_cache else {}
         self._session, self._url = session, url.rstrip("/")
-        self._current: tuple[str, int] | None = None  # folder and version
+        self.current: tuple[str, int] | None = None  # folder and version
         self._publishing = asyncio.Lock()
         self._wait_until: dict[str, float] = {}  # by server that got weights apart
         self.num_repaired = 0  # servers that got their weights apart
@@ -69,11 +69,11 @@ class Fleet:
         """
         deadline = time.monotonic() + seconds
         async with self._publishing:
-            if self._current is None:
+            if self.current is None:
                 last = await self._first_version(deadline)
                 self.ahead = last + 1 - version if 0 < last >= version else 0
             # At once: a server that starts now must not get the version before.
-            self._current = folder, version
+            self.current = folder, version
             status, answer = await self._push()
             if status in _REFUSED:
                 raise completer.EngineError(
@@ -150,7 +150,7 @@ class Fleet:
         raise completer.EngineError(f"{REPLICAS} answers {status}: {found}")
 
     async def _repair(self) -> None:
-        if self._current is None:
+        if self.current is None:
             return
         now = time.monotonic()
         for replica in await self.replicas():
@@ -163,7 +163,7 @@ class Fleet:
                 trusted = {"url": url, "has_weights": True}
                 await self._ask("POST", self._url + REPLICAS, trusted)
                 self.num_repaired += 1
-                logging.info("%s got version %d apart.", url, self._current[1])
+                logging.info("%s got version %d apart.", url, self.current[1])
 
     async def _push(self, replica: str | None = None) -> tuple[int, Any]:
         """Sends the current version through the router, to all servers or to one.
@@ -176,8 +176,8 @@ class Fleet:
         Returns:
           The first status that is not 200, with its answer; else 200.
         """
-        assert self._current is not None
-        folder, version = self._current
+        assert self.current is not None
+        folder, version = self.current
         failed: tuple[int, Any] | None = None
         info = {"update_info": {"path": folder}}
         for path, body in (

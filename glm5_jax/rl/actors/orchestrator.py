@@ -49,6 +49,7 @@ class Orchestrator:
         groups: groups_lib.Groups[Group],
         *,
         drop_equal: bool,
+        evaluation: beside.Beside | None = None,
     ) -> None:
         """Prepares; `run` plays.
 
@@ -60,12 +61,13 @@ class Orchestrator:
             every beginning of the group, in a thread: a taskset may wait for a service.
           groups: which may begin, and which belong to a step.
           drop_equal: whether groups of equal rewards are dropped, and replaced.
+          evaluation: plays held-out tasks; None: one with the engine of the others.
         """
         self.window = window_lib.Window(context.settings.num_concurrent)
         self._engine = _Watched(context.engine, self.window)
         self._context = dataclasses.replace(context, engine=self._engine)
         self._jobs, self._drop_equal = jobs, drop_equal
-        self.evaluation = beside.Beside(self._context)
+        self.evaluation = evaluation or beside.Beside(self._context)
         self.groups = groups
         self._failing, self._starving = failing.Failing(), starving.Starving()
         self._waited = 0.0  # seconds of `take`, since `figures`

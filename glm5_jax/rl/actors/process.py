@@ -14,6 +14,7 @@ again. A failure of a run is 500 with its message. Nothing here imports jax.
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -29,11 +30,11 @@ from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.chat import templates
 from glm5_jax.rl import entrance, held_out, jobs, trajectories
 from glm5_jax.rl import episodes as episodes_lib
+from glm5_jax.rl.actors import beside, pinned, remote
 from glm5_jax.rl.actors import fleet as fleet_lib
 from glm5_jax.rl.actors import groups as groups_lib
 from glm5_jax.rl.actors import lag as lag_lib
 from glm5_jax.rl.actors import orchestrator as orchestrator_lib
-from glm5_jax.rl.actors import remote
 
 _REPAIR_SECONDS = 1.0
 _IDLE_SECONDS = 2.0  # of a connection to the servers, which keep it for 30 s
@@ -62,6 +63,7 @@ class Process:
         self._stall_seconds = jobs.stall_seconds(config.rl, self._taskset)
         self._fleet: fleet_lib.Fleet
         self._engine: remote.Remote
+        self._pinned: pinned.Pinned | None = None  # servers that only evaluate
         self._ask_capacity: Callable[[], Awaitable[int]]
         self._is_published = False
         self._context: episodes_lib.Context
@@ -109,11 +111,20 @@ class Process:
                 seconds=rl.answer_timeout_seconds,
                 with_experts=self._config.replays_routing,
             )
+            if rl.eval_servers:
+                self._pinned = pinned.Pinned(
+                    session,
+                    rl.eval_servers,
+                    self._config.data.sequence_length,
+                    rl.answer_timeout_seconds,
+                )
             context = episodes_lib.Context(
                 self._engine, self._taskset, self._template, jobs.settings(rl)
             )
             async with entrance.of(context) as self._context:
                 self._spawn(self._fleet.repair(_REPAIR_SECONDS))
+                if self._pinned is not None:
+                    self._spawn(self._pinned.fleet.repair(_REPAIR_SECONDS))
                 self._spawn(self._lag.measure())
                 try:
                     with self._lag.naming():
@@ -148,11 +159,16 @@ class Process:
             body["groups"],
             max_dropped=jobs.most_dropped(rl),
         )
+        evaluation = None
+        if self._pinned is not None:
+            apart = dataclasses.replace(self._context, engine=self._pinned.engine)
+            evaluation = beside.Beside(apart)
         self._orchestrator = orchestrator_lib.Orchestrator(
             self._context,
             lambda index: jobs.of_group(self._config, self._taskset, index, index),
             groups,
             drop_equal=rl.dynamic_sampling,
+            evaluation=evaluation,
         )
         self._spawn(self._orchestrator.run())
         return {}
@@ -208,7 +224,11 @@ class Process:
 
     async def _evaluate_beside(self, body: dict[str, Any]) -> dict[str, Any]:
         assert self._orchestrator is not None, "/start comes first"
-        self._orchestrator.evaluation.begin(self._held_out, body["version"])
+        prepare = None
+        if self._pinned is not None and self._fleet.current is not None:
+            prepare = functools.partial(self._pinned.take, *self._fleet.current)
+        evaluation = self._orchestrator.evaluation
+        evaluation.begin(self._held_out, body["version"], prepare)
         return {}
 
     async def _is_ready(

@@ -50,6 +50,7 @@ class Remote:
         self._session, self._url, self.capacity = session, url.rstrip("/"), capacity
         self._seconds, self._with_experts = seconds, with_experts
         self.versions_ahead = 0  # the servers' number of a version, minus the run's
+        self.weight_version: int | None = None  # the run's, of all tokens; None: any
 
     async def complete(self, request: requests.Request) -> requests.Completion:
         """Returns the completion of a request; ends the request if cancelled.
@@ -125,6 +126,9 @@ class Remote:
 
     def _body(self, request: requests.Request) -> Mapping[str, Any]:
         """Returns what asks for exactly this: no default of the server is left."""
+        pinned = {}
+        if self.weight_version is not None:
+            pinned = {"weight_version": self.weight_version + self.versions_ahead}
         return {
             "token_ids": [*request.prompt],
             "sampling_params": {
@@ -140,6 +144,7 @@ class Remote:
                 "ignore_eos": True,
                 "stop_token_ids": sorted(request.stop_ids),
                 "logprobs": 1,
+                **pinned,
             },
             "return_routed_experts": self._with_experts,
         }

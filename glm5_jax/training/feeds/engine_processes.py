@@ -63,8 +63,9 @@ class EngineProcesses:
           InputError: the extra serve is missing, or nobody answers at rl.servers.
         """
         extra.require("rl.servers" if config.rl.servers else "rl.num_engines")
-        if config.rl.servers and together.is_first():
-            _require_servers(config.rl.servers)
+        if together.is_first():
+            for name in ("servers", "eval_servers"):
+                _require_servers(name, getattr(config.rl, name))
         self._config = config
         self._children: dict[str, subprocess.Popen] = {}
         self._own: own_folder.OwnFolder | None = None
@@ -290,12 +291,14 @@ def _shared_store(root: pathlib.Path) -> writer_lib.Writer:
     )
 
 
-def _require_servers(url: str) -> None:
-    """Checks that a router answers at a URL.
+def _require_servers(name: str, url: str | None) -> None:
+    """Checks that a router answers at the URL of a setting, if it is set.
 
     Raises:
       InputError: none does.
     """
+    if not url:
+        return
     from glm5_jax.rl.actors import fleet  # needs the extra serve
 
     headers = api_key.header(api_key.given())
@@ -305,7 +308,7 @@ def _require_servers(url: str) -> None:
             json.load(answer)["replicas"]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise config_lib.InputError(
-            f"rl.servers={url!r} is no router that answers ({error}): start one with "
+            f"rl.{name}={url!r} is no router that answers ({error}): start one with "
             f"python -m glm5_jax.serve --num_replicas=N, or launch/ray_serve.py; its "
             f"key goes into ${api_key.VARIABLE}."
         ) from error

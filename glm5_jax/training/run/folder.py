@@ -37,6 +37,7 @@ MAY_CHANGE = (
     *("rl.min_start_success", "rl.max_start_success", "rl.episodes_gib"),
     # Who samples: a job that queues again gets other nodes.
     *("rl.servers", "rl.weights_store", "rl.num_engines"),
+    *("rl.eval_servers", "rl.evaluates_beside"),
     *(f"health.{field.name}" for field in dataclasses.fields(config_lib.HealthConfig)),
 )
 # Paths of the data may change as well once there is a checkpoint: its fingerprint of
