@@ -1,6 +1,7 @@
 """Tasks whose rewards a random model earns; imports no jax."""
 
 import asyncio
+import copy
 import dataclasses
 
 from glm5_jax.environments import protocol
@@ -36,3 +37,36 @@ class Lottery:
 
     async def close(self):
         pass
+
+
+class Patient(Lottery):
+    """After some answers, those of training wait for an evaluation of eight tasks.
+
+    With two groups of four a step and a staleness of 2, the first 48 answers are over
+    only once the weights of step 3 are published: an evaluation of them has begun.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._left, self._held_out = 48, 8
+        self._evaluated = asyncio.Event()
+        self._shared = self
+
+    def environment(self):
+        return copy.copy(self)
+
+    async def reset(self, task):
+        self._is_held_out = "held_out" in task.id
+        return await super().reset(task)
+
+    async def step(self, message):
+        shared = self._shared
+        if self._is_held_out:
+            shared._held_out -= 1
+            if not shared._held_out:
+                shared._evaluated.set()
+        elif shared._left:
+            shared._left -= 1
+        else:
+            await shared._evaluated.wait()
+        return await super().step(message)

@@ -23,6 +23,15 @@ NUM_STEPS = 60  # so that a run lasts longer than a server takes to die
 VARIABLES = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
 
 
+KEY = {"GLM5_JAX_API_KEY": "secret"}
+
+
+def server_of(start, root):
+    """Returns the flags of servers that begin with a run's weights."""
+    flags = f"--checkpoint={start}", f"--weights_root={root}", "--num_replicas=1"
+    return *flags, "--num_slots=8", "--capacity=256"
+
+
 def command(workdir, **changes):
     """Returns a run of a tiny model, whose servers start from its own weights."""
     settings = {
@@ -101,25 +110,12 @@ class ProcessesTest(runs.FolderTest):
         quick = {"rl.num_engines": 0, "num_steps": 1}
         self.run_to_the_end(start, **quick)
         store.mkdir()
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        key = {"GLM5_JAX_API_KEY": "secret"}
-        serve = [
-            *(sys.executable, "-m", "glm5_jax.serve", f"--checkpoint={start}"),
-            *("--num_replicas=1", f"--port={port}", f"--weights_root={store}"),
-            *("--num_slots=8", "--capacity=256"),
-        ]
-        with (self.root / "servers.log").open("wb") as log:
-            servers = subprocess.Popen(
-                serve, env={**os.environ, **VARIABLES, **key}, stdout=log, stderr=log
-            )
-        self.addCleanup(servers.wait)
-        self.addCleanup(servers.terminate)
-        self.wait_for(f"http://127.0.0.1:{port}/health")
+        servers, url = self.started("serve", *server_of(start, store))
+        self.wait_for(f"{url}/health")
         changes = {
             "init_from": start,
             "rl.num_engines": 0,
-            "rl.servers": f"http://127.0.0.1:{port}",
+            "rl.servers": url,
             "rl.weights_store": store,
         }
         changes |= {"mesh.data": 2, "rl.max_staleness": 0, "sample_tokens": 0}
@@ -128,7 +124,7 @@ class ProcessesTest(runs.FolderTest):
             records = self.run_to_the_end(
                 self.root / name,
                 flags=flags,
-                variables={**key, "JAX_NUM_CPU_DEVICES": "2"},
+                variables={**KEY, "JAX_NUM_CPU_DEVICES": "2"},
                 num_steps=3,
                 **changes,
             )
@@ -147,6 +143,62 @@ class ProcessesTest(runs.FolderTest):
         np.testing.assert_allclose(learnt["one"], learnt["two"], rtol=1e-5)
         self.assertEmpty([*store.glob("shared_episodes*")])
         self.assertLessEqual(len([*store.iterdir()]), 6)  # old versions are deleted
+
+    @pytest.mark.slow
+    def test_servers_without_a_shared_folder_evaluate_beside_at_one_version(self):
+        start, store = self.root / "start_apart", self.root / "weights_apart"
+        self.run_to_the_end(start, **{"rl.num_engines": 0, "num_steps": 1})
+        store.mkdir()
+        _, far = self.started("serve_weights", f"--weights_store={store}")
+        empty = self.root / "empty"
+        empty.mkdir()
+        flags = [*server_of(start, empty), f"--weights_url={far}"]
+        urls = [self.started("serve", *flags)[1] for _ in range(2)]
+        for url in urls:
+            self.wait_for(f"{url}/health")
+        records = self.run_to_the_end(
+            self.root / "apart",
+            variables=KEY,
+            **{
+                "num_steps": 12,
+                "eval_every": 3,
+                "rl.environment": "tests.rl.lottery:Patient",
+                "rl.step_timeout_seconds": 300.0,  # to wait for the evaluation
+                "init_from": start,
+                "rl.num_engines": 0,
+                "rl.servers": urls[0],
+                "rl.eval_servers": urls[1],
+                "rl.evaluates_beside": True,
+                "rl.weights_store": store,
+                "sample_tokens": 0,
+            },
+        )
+        self.assertEqual([r["step"] for r in records], [*range(1, 13)])
+        self.assertLess(max(r["rl/logprob_gap"] for r in records), 1e-5)
+        beside = [r for r in records if "eval/version" in r]
+        for record in beside:
+            self.assertIn(record["eval/version"], (3, 6, 9))
+            self.assertEqual(record["eval/version_last"], record["eval/version"])
+            self.assertEqual(record["eval/version_share"], 1.0)
+            self.assertGreater(record["eval/tasks"], 0)
+        self.assertNotEmpty(beside)
+        self.assertIn("eval/success", records[-1])
+        self.assertEmpty([*empty.iterdir()])
+
+    def started(self, name, *flags):
+        """Returns a command's process, which ends with the test, and its URL."""
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        with (self.root / f"{name}_{port}.log").open("wb") as log:
+            child = subprocess.Popen(
+                [sys.executable, "-m", f"glm5_jax.{name}", f"--port={port}", *flags],
+                env={**os.environ, **VARIABLES, **KEY},
+                stdout=log,
+                stderr=log,
+            )
+        self.addCleanup(child.wait)
+        self.addCleanup(child.terminate)
+        return child, f"http://127.0.0.1:{port}"
 
     def wait_for(self, url):
         """Waits until a server answers."""
