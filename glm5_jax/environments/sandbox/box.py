@@ -295,8 +295,7 @@ class Box:
     def _kill_children(self) -> None:
         assert self._process is not None
         assert self._socket is not None
-        with contextlib.suppress(OSError):  # the holder may have ended
-            self._kind.kill(self._process.pid, self._socket.send)
+        self._kind.kill(self._process.pid, self._socket.send)
 
     def _watch(self) -> None:
         """Ends all processes if they take too much memory; looks again later."""

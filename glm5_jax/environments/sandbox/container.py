@@ -14,6 +14,7 @@ part each. The engine bounds processes and memory, of files too. Its image is a 
 empty folders and links, and imported once.
 """
 
+import contextlib
 import dataclasses
 import functools
 import mmap
@@ -33,10 +34,7 @@ _SEEN = ("/usr", "/etc/alternatives", "/etc/ld.so.cache")
 _AT = f"/{container_files.PRIVATE}/at"  # the box's folder
 _FOLDER = f"/{container_files.PRIVATE}/folder"  # of the image
 _USER = 1000
-_FIRST_ID = (
-    200_000  # of this machine's users that are root's podman's, from its root on
-)
-_NUM_IDS = 65_536
+_FIRST_ID, _NUM_IDS = 200_000, 65_536  # of this machine, for podman's root and users
 _PARTS_OF_WORK = 6  # of the disk; each other folder has one
 _BYTES_OF_A_FILE = 4096  # at least: bounds their number
 _LEAST_FILES = 4096  # in all
@@ -165,7 +163,8 @@ class Engine:
     def kill(self, holder: int, tell: Callable[[bytes], object]) -> None:
         """Has the first process end the shell and all that it started."""
         del holder  # is a client, which has started none of them
-        tell(b"kill\n")
+        with contextlib.suppress(OSError):  # it may have ended
+            tell(b"kill\n")
 
     def resident_bytes(self, holder: int) -> int:
         """Returns 0: the first process looks itself."""
@@ -195,7 +194,7 @@ class Engine:
         if not shutil.which(self.name):
             return [], f"there is no {self.name}."
         if self.is_mapped and os.geteuid() != 0:
-            return [], f"{self.name} takes boxes of root alone; bubblewrap needs none."
+            return [], "it bounds files for root alone."
         reasons = []
         for words in ((), *self.others):
             command = [self.name, *words]

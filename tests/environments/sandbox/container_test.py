@@ -43,7 +43,7 @@ class EngineTest(absltest.TestCase):
         self.assertEqual(told, "there is no no_such_engine.")
         with mock.patch.object(os, "geteuid", return_value=1000):
             told = container.Engine("fake", is_mapped=True).missing()
-        self.assertIn("root alone", told)
+        self.assertIn("for root alone", told)
 
     def test_its_command_has_the_words_that_it_needs(self):
         engine = container.Engine("fake", (("--other",),))
