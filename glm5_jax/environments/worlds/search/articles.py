@@ -1,9 +1,10 @@
 """A collection of articles that link to each other.
 
 Links are names in braces: "the {C} of {Kernighan}". FOLDOC, the Free On-line Dictionary
-of Computing (Debian's package dict-foldoc), is written so, and so is a file of one's
-own: JSON lines {"title": string, "text": string, "names": [string], "tags": [string]},
-of which the last two may be missing.
+of Computing (Debian's package dict-foldoc), is written so; Linux' manual pages are read
+as if they were (manuals.py). A file of one's own has JSON lines {"title": string,
+"text": string, "names": [string], "tags": [string]}, of which the last two may be
+missing.
 """
 
 import collections
@@ -18,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from glm5_jax import config
+from glm5_jax.environments.worlds.search import manuals
 
 FOLDOC = pathlib.Path("/usr/share/dictd/foldoc")
 _DIGITS = string.ascii_uppercase + string.ascii_lowercase + string.digits + "+/"
@@ -107,18 +109,20 @@ def link(articles: list[Article]) -> Graph:
 
 @functools.cache
 def read(name: str) -> Graph:
-    """Returns the graph of "foldoc" or of a file of JSON lines.
+    """Returns the graph of "foldoc", of "manpages" or of a file of JSON lines.
 
     Raises:
         config.InputError: it is not there or is malformed.
     """
     if name == "foldoc":
         return link(_read_foldoc(FOLDOC))
+    if name == "manpages":
+        return link([Article(*page) for page in manuals.read()])
     path = pathlib.Path(name)
     if path.suffix != ".jsonl" or not path.is_file():
         raise config.InputError(
-            f"The collection must be foldoc or a file .jsonl that is there, got "
-            f"{name!r}."
+            f"The collection must be foldoc, manpages or a file .jsonl that is there, "
+            f"got {name!r}."
         )
     lines = path.read_text(encoding="utf-8").splitlines()
     return link([_of_record(line, f"{path}:{i}") for i, line in enumerate(lines, 1)])
@@ -126,7 +130,8 @@ def read(name: str) -> Graph:
 
 def places(name: str) -> tuple[pathlib.Path, ...]:
     """Returns the files or folders of this machine in which a collection stands."""
-    return (FOLDOC.parent if name == "foldoc" else pathlib.Path(name).resolve(),)
+    own = {"foldoc": FOLDOC.parent, "manpages": manuals.PLACE}
+    return (own.get(name) or pathlib.Path(name).resolve(),)
 
 
 def _of_record(line: str, place: str) -> Article:

@@ -1,8 +1,8 @@
 """The taskset "search:COLLECTION": questions that take several articles to answer.
 
-COLLECTION is foldoc or a file of JSON lines (articles.py), with the links to walk or
-without: "search:foldoc:2-4". A turn without a call is the answer: a title, or another
-name of the article, upper and lower case alike.
+COLLECTION is foldoc, manpages or a file of JSON lines (articles.py), with the links to
+walk or without: "search:foldoc:2-4". A turn without a call is the answer: a title, or
+another name of the article, upper and lower case alike.
 """
 
 import functools

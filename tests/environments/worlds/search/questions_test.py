@@ -84,7 +84,7 @@ class ArticlesTest(absltest.TestCase):
                 articles.read.__wrapped__(str(path))
 
     def test_missing_collections_are_named(self):
-        with self.assertRaisesRegex(config.InputError, "foldoc or a file .jsonl"):
+        with self.assertRaisesRegex(config.InputError, "manpages or a file .jsonl"):
             articles.read("nowhere")
         with self.assertRaisesRegex(config.InputError, "apt-get install dict-foldoc"):
             articles._read_foldoc(self.folder / "none")
