@@ -84,13 +84,16 @@ look() {{
 }}
 set -o posix  # then a signal ends `read`
 trap over=1 USR1
+word=
 while true; do
-  read -r -t 1 word
-  case $?/$word in
+  read -r -t 1 part
+  code=$? word=$word$part  # a signal or the second may end it within a word
+  case $code/$word in
     0/start) over= life=1; start 9<&- & ;;
     0/kill) over=1 ;;
     1/*) exit ;;
   esac
+  [ $code = 0 ] && word=
   [ "$life" ] && look
   [ "$life" ] && [ "$over" ] && finish
 done

@@ -1,5 +1,6 @@
 """Boxes of podman and Docker keep apart what those of bubblewrap do."""
 
+import asyncio
 import io
 import json
 import os
@@ -98,6 +99,20 @@ class PodmanEscapeTest(box_test.EscapeTest):
     written = ("/work", "/tmp", "/dev/shm")
     least_files = 500
     can_trace = False
+
+    def test_an_order_in_parts_is_taken(self):
+        """As a busy machine has it: a start was lost, and its box never answered."""
+
+        async def use(box):
+            running = asyncio.create_task(box.run("sleep 100", box_test.SECONDS))
+            await asyncio.sleep(0.2)
+            for part in (b"ki", b"ll\n"):
+                box._socket.send(part)
+                await asyncio.sleep(1.3)  # the first process looks each second
+            return await running
+
+        done = self.with_box(use)
+        self.assertEqual((done.exit_code, done.is_timeout), (None, False))
 
 
 @pytest.mark.slow
