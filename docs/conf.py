@@ -63,8 +63,8 @@ apidoc_modules = [
 autodoc_typehints = "signature"
 napoleon_use_ivar = True
 autodoc_preserve_defaults = True
-# Each page shows the tree of all pages: with every function in it, writing the site took
-# twice as long.
+# Each page shows the tree of all pages: with every function in it, writing the site
+# took twice as long.
 toc_object_entries = False
 autodoc_mock_imports = ["harbor", "lm_eval", "math_verify"]  # not installed
 # A name that two modules have (config.DamagedError is checks.DamagedError) is no error.
