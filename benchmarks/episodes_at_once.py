@@ -188,7 +188,7 @@ async def watch(made: orchestrator.Orchestrator, most: Most) -> None:
         most.boxes_mib = max(most.boxes_mib, size // 2**20)
 
 
-async def play(at_once: int, num_steps: int, most: Most) -> dict:
+async def play(at_once: int, num_steps: int, seconds: float, most: Most) -> dict:
     """Returns the figures of a run."""
     taskset = environments.make(TASKS)
     settings = episodes.Settings(
@@ -207,7 +207,8 @@ async def play(at_once: int, num_steps: int, most: Most) -> dict:
 
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as session:
-        engine = remote.Remote(session, URL, CAPACITY, seconds=120.0)
+        late = max(120.0, 12 * seconds)  # no answer takes so long
+        engine = remote.Remote(session, URL, CAPACITY, seconds=late)
         context = episodes.Context(engine, taskset, template(), settings)
         groups = groups_lib.Groups(GROUPS_A_STEP, MAX_STALENESS)
         made = orchestrator.Orchestrator(context, jobs, groups, drop_equal=False)
@@ -257,7 +258,8 @@ def main() -> None:
     os.chmod(folder, 0o755)  # boxes may be another user's
     try:
         time.sleep(3.0)
-        figures = asyncio.run(play(arguments.at_once, arguments.steps, most))
+        settings = arguments.at_once, arguments.steps, arguments.seconds
+        figures = asyncio.run(play(*settings, most))
     finally:
         server.terminate()
         server.wait()

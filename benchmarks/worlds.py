@@ -3,12 +3,12 @@
     python benchmarks/worlds.py [--num_tasks=3] [--swe=FOLDER] [--harbor=FOLDER]
 
 A row of a Markdown table for each world, as soon as it is done: tasks that are proven,
-episodes, seconds a task, those of CPU in all its processes (with a share of the start),
-and the most memory of the processes that were started and of the one that proves. Each
-world is a `validate` of its own with one task at a time, so that no memory is another
-task's. --only=NAME,NAME takes some; one that this machine cannot play has its reason
-instead of figures. --swe, --swe_chain and --harbor take folders that `mine` and
-`export` made.
+episodes, seconds a task, those of CPU (with a share of the start, without Chromium's,
+whose end nobody waits for), and the most memory of the processes that were started and
+of the one that proves. Each world is a `validate` of its own with one task at a time,
+so that no memory is another task's. --only=NAME,NAME takes some; one that this machine
+cannot play has its reason instead of figures. --swe, --swe_chain and --harbor take
+folders that `mine` and `export` made.
 """
 
 import argparse
