@@ -86,6 +86,7 @@ set -o posix  # then a signal ends `read`
 trap over=1 USR1
 word=
 while true; do
+  part=  # which a signal leaves as it was
   read -r -t 1 part
   code=$? word=$word$part  # a signal or the second may end it within a word
   case $code/$word in
@@ -98,6 +99,14 @@ while true; do
   [ "$life" ] && [ "$over" ] && finish
 done
 """
+# An engine that could not start a container says 125 to 127. Podman does so at times
+# where containers with users of their own start side by side on its storage "vfs"
+# (containers/podman, issue 20332).
+_TRIES = """for try in 1 2 3; do
+  "$@"; code=$?
+  case $code in 125|126|127) ;; *) break ;; esac
+done
+exit $code"""
 # Says what an engine does not hold, as those do that discard a bound with a warning.
 _PROBE = """exec 2>/dev/null
 fail() {{ echo "$1"; exit 1; }}
@@ -161,7 +170,8 @@ class Engine:
             user=_USER,
             variables=shlex.join(f"{k}={v}" for k, v in image_lib.VARIABLES.items()),
         )
-        return self._run(self._found[0], words, binds, script)
+        command = self._run(self._found[0], words, binds, script)
+        return ["sh", "-c", _TRIES, "sh", *command]
 
     def kill(self, holder: int, tell: Callable[[bytes], object]) -> None:
         """Has the first process end the shell and all that it started."""

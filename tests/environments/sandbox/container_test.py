@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pathlib
+import subprocess
 import tarfile
 import tempfile
 from unittest import mock
@@ -50,6 +51,15 @@ class EngineTest(absltest.TestCase):
         engine = container.Engine("fake", (("--other",),))
         self.assertEqual(engine.missing(), "")
         self.assertEqual(engine._found[0], ["fake", "--other"])
+
+    def test_a_container_that_does_not_start_is_tried_again(self):
+        path = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()), "tried")
+        for code, tries in ((126, 3), (125, 3), (1, 1), (0, 1)):
+            path.write_text("")
+            run = f"echo >> {path}; exit {code}"
+            words = ["sh", "-c", container._TRIES, "sh", "sh", "-c", run]
+            self.assertEqual(subprocess.run(words).returncode, code)
+            self.assertEqual(path.read_text().count("\n"), tries)
 
 
 class FilesTest(absltest.TestCase):
