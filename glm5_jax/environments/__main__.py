@@ -15,11 +15,11 @@ swe:, swe_chain: and harbor:FOLDER is FOLDER/proofs.jsonl, whose failed tasks ar
 to nobody. `play` reads a turn a line: "/NAME ARGUMENT" calls a tool, all else is a
 text. `serve` needs the extra serve; its address, http://HOST:PORT, is a NAME. `mine`
 makes tasks of software engineering from NAME==VERSION of PyPI, NAME==OLD->NEW for two
-releases, with more of them for a chain, debian:NAME, npm:NAME@VERSION or folders, and
-prints what became of every candidate; --base_url and --model name a model that is asked
-how a package is tested where no rule finds it. `export` writes Harbor's format. `draft`
-lets a model write terminal tasks and keeps the proven. Lists have ",", or are a file's
-lines.
+releases, with more of them for a chain, debian:NAME, patches:NAME for Debian's patches,
+npm:NAME@VERSION or folders, and prints what became of every candidate; --base_url and
+--model name a model that is asked how a package is tested where no rule finds it.
+`export` writes Harbor's format. `draft` lets a model write terminal tasks and keeps the
+proven. Lists have ",", or are a file's lines.
 """
 
 from absl import flags, logging

@@ -9,7 +9,13 @@ from typing import Any
 from absl import logging
 
 from glm5_jax import config
-from glm5_jax.environments.worlds.swe import mine, records, releases, sources
+from glm5_jax.environments.worlds.swe import (
+    mine,
+    patches,
+    records,
+    releases,
+    sources,
+)
 from glm5_jax.environments.worlds.swe.author import find
 from glm5_jax.environments.worlds.swe.chain import mine as chain_mine
 
@@ -27,8 +33,8 @@ def run(
     """Mines packages, and yields a line of JSON for each, and one for the folder.
 
     Args:
-        names: packages as sources.fetch names them, joined by ","; or a file with one
-            a line.
+        names: packages as sources.fetch names them, or "patches:NAME" for Debian's
+            patches, joined by ","; or a file with one a line.
         out: folder of the tasks; packages that it has are skipped.
         num_tasks: of each package, at most.
         seed: of the order in which places are tried.
@@ -81,14 +87,21 @@ async def _mine(
     author: mine.Author | None,
 ) -> None:
     log = mine.Log(folder)
+    source = name.removeprefix(patches.PREFIX)
+    packages, series = [], {}
     try:
-        packages = [sources.fetch(release) for release in _releases(name)]
+        if source == name:
+            packages = [sources.fetch(release) for release in _releases(name)]
+        else:
+            package, series = sources.fetch_patched(source)
     except config.InputError as error:
         logging.warning("%s", error)
         if (name, "") not in log.outcomes:
             log.add(name, "", _NOT_FETCHED)
         return
-    if len(packages) == 1:
+    if source != name:
+        await patches.mine_patches(package, series, folder, num_tasks, max_seconds)
+    elif len(packages) == 1:
         await mine.mine(packages[0], folder, num_tasks, seed, max_seconds, author)
     elif len(packages) == 2:
         older, newer = packages
@@ -113,7 +126,8 @@ def _by_package(log: mine.Log) -> dict[str, dict[str, Any]]:
 def _rates(log: mine.Log, folder: records.Folder) -> dict[str, dict[str, Any]]:
     """Returns for how many packages rules, and a model, found how tests run."""
     outcomes = [outcome for (_, key), outcome in log.outcomes.items() if key == ""]
-    tried = [outcome for outcome in outcomes if outcome != _NOT_FETCHED]
+    untried = (_NOT_FETCHED, *patches.UNTRIED)
+    tried = [outcome for outcome in outcomes if outcome not in untried]
     found = [outcome for outcome in tried if outcome.startswith(mine.RUNS)]
     by_rules = [outcome for outcome in found if not outcome.endswith(mine.BY_MODEL)]
     rates = {"by_rules": _rate(len(tried), len(by_rules))}

@@ -67,7 +67,7 @@ def parse(patch: str) -> dict[str, tuple[str | None, list[Hunk]]]:
     old_path, hunks, i = "", [], 0
     while i < len(lines):
         line = lines[i]
-        if line.startswith("--- ") and i + 1 < len(lines):
+        if line.startswith("--- ") and "".join(lines[i + 1 : i + 2])[:4] == "+++ ":
             old_path, new_path = _path(line), _path(lines[i + 1])
             hunks = []
             files[new_path if old_path == _ABSENT else old_path] = (

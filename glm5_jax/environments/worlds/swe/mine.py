@@ -30,7 +30,8 @@ MADE = "made"  # the outcome of a candidate that became a task
 RUNS, BY_MODEL = "tests run", ", by a model"  # in the outcome of a package
 MAX_TRIES = 3  # for each task wanted
 _MIN_TESTS = 3  # that pass, of a package
-_MAX_BROKEN = 1 / 3  # of the tests that passed
+_MAX_BROKEN = 1 / 3  # of the tests that passed, by one break
+_BREAKS = ("mutation", "place")  # kinds of tasks in which one place is broken
 MAX_TEST_SECONDS = 4.0  # of CPU; a package with slower tests makes slow tasks
 _SECONDS = 60.0  # by the clock, of a run of a package as it was published
 
@@ -261,12 +262,15 @@ async def make_task(
     Args:
         found: the package, which is the solution.
         changed: the files in which an agent's tree differs; None: it is not there.
+            Tests among them stay as the package has them.
         task_id: of the task.
         kind: of the record.
         base_version: the release that an agent starts from, for a whole release.
     """
     package, recipe = found.package, found.recipe
     files = dict(package.files)
+    hidden = recipes.hidden(files, recipe)
+    changed = {path: text for path, text in changed.items() if path not in hidden}
     broken = {path: text for path, text in files.items() if path not in changed}
     broken |= {
         path: text.encode() for path, text in changed.items() if text is not None
@@ -277,14 +281,13 @@ async def make_task(
     failing = sorted(found.passing - trial.passed())
     if not failing:
         return "no test fails"
-    if not base_version and len(failing) > _MAX_BROKEN * len(found.passing):
+    if kind in _BREAKS and len(failing) > _MAX_BROKEN * len(found.passing):
         return "most tests fail"
     patch, is_whole = _patch(found, broken, changed)
     if not is_whole:  # what it leaves out may matter
         solved = await trials.run(diffs.apply(patch, broken), recipe)
         if found.passing - solved.passed():
             return "the sources alone do not solve it"
-    hidden = recipes.hidden(files, recipe)
     told = (trial.log, found.trial.log, patch, failing)
     tests = {path: files[path] for path in hidden}
     statement = statements.write(package.name, recipe.language, *told, tests)

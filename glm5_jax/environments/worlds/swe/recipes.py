@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from glm5_jax.environments.worlds.swe import kinds, records, toolchains
 
 _NO_SOURCES = ("setup.py", "conftest.py", "Makefile.PL", "Build.PL", "versioneer.py")
-_MAIN = re.compile(rb"^\s*(?:int|void)?\s*main\s*\(", re.MULTILINE)
+_MAIN = re.compile(rb"^\s*(?:int|void)?(?:\s+[A-Z_]+)?\s*main\s*\(", re.MULTILINE)
 
 
 def candidates(files: records.Files) -> list[records.Recipe]:

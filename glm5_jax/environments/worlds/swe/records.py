@@ -44,7 +44,7 @@ class Record:
     instance_id: str
     repo: str
     version: str
-    kind: str  # "mutation", "release" (a whole one), "place" (one change of it), "link"
+    kind: str  # "mutation", "release", "place" (of a release), "patch", "link"
     tree: str  # folder of the package below trees/
     tests: str  # folder that hidden files are taken from
     source: str  # where the package came from, with the sha256 of its archive

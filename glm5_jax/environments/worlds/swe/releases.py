@@ -30,7 +30,7 @@ async def mine_pair(
         log.add(name, "", found)
         return
     folder.add_tree(new.tree, new.files)
-    others = _changed(old.files, new.files)
+    others = changed(old.files, new.files)
     sources_of = set(recipes.sources(new.files, found.recipe))
     notes = {path: text for path, text in others.items() if path not in sources_of}
     made = 0
@@ -42,24 +42,24 @@ async def mine_pair(
             candidate = f"{path}:{number}"
             if made >= num_tasks or (name, candidate) in log.outcomes:
                 continue
-            changed = {**notes, path: text}
+            differs = {**notes, path: text}
             task_id = f"{name}-{mine.digest(candidate)}"
-            result = await mine.make_task(found, changed, task_id, "place")
+            result = await mine.make_task(found, differs, task_id, "place")
             made += log.take(name, candidate, result, folder)
     log.add(name, "", found.outcome())
 
 
-def _changed(old: records.Files, new: records.Files) -> Mapping[str, str | None]:
+def changed(old: records.Files, new: records.Files) -> Mapping[str, str | None]:
     """Returns the older form of every text that differs, tests apart."""
-    changed: dict[str, str | None] = {}
+    found: dict[str, str | None] = {}
     for path in sorted({*old, *new}):
         if old.get(path) == new.get(path) or kinds.is_test(path):
             continue
         try:
-            changed[path] = old[path].decode() if path in old else None
+            found[path] = old[path].decode() if path in old else None
         except UnicodeDecodeError:
             continue
-    return changed
+    return found
 
 
 def _without(old: records.Files, new: records.Files, path: str) -> list[str]:

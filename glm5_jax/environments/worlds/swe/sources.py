@@ -1,8 +1,9 @@
 """Packages with their tests, fetched by the ordinary clients: pip, apt-get and npm.
 
 A package is named "NAME==VERSION" (PyPI's source distribution), "debian:NAME" (the
-original archive of Debian's source package), "npm:NAME@VERSION" or by a folder.
-Archives are kept in ~/.cache/glm5_jax/swe, and their sha256 stands in every task.
+original archive of Debian's source package), "npm:NAME@VERSION" or by a folder;
+fetch_patched takes Debian's patches along. Archives are kept in ~/.cache/glm5_jax/swe,
+and their sha256 stands in every task.
 """
 
 import dataclasses
@@ -19,6 +20,7 @@ from glm5_jax import config
 from glm5_jax.environments.worlds.swe import records
 
 DEBIAN, NPM = "debian:", "npm:"
+_ADDITIONS = ".debian"  # the archive of a folder debian/
 _MAX_BYTES = 2**25  # of a whole package
 _SECONDS = 300
 _DEBIAN_LIST = """Types: deb-src
@@ -78,6 +80,44 @@ def fetch(name: str, cache: pathlib.Path | None = None) -> Package:
     return Package(title, version, f"{where} sha256:{digest}", _unpack(archive))
 
 
+def fetch_patched(
+    name: str, cache: pathlib.Path | None = None
+) -> tuple[Package, dict[str, str]]:
+    """Returns a source package of Debian without its patches, and these in order.
+
+    Args:
+        name: of the package.
+        cache: folder of archives.
+
+    Raises:
+        config.InputError: there is no such package, or its archive is too large.
+    """
+    cache = cache or pathlib.Path.home() / ".cache" / "glm5_jax" / "swe"
+    folder = cache / "debian-patches" / name
+    if not (archives := _archives(folder)):
+        _download_debian(name, "--download-only", folder, cache)
+        archives = _archives(folder)
+    additions = sorted(folder.glob(f"*{_ADDITIONS}.tar.*"))
+    if not archives or not additions:  # a package of Debian's own has no patches
+        raise config.InputError(f"{DEBIAN}{name} is not of the format 3.0 (quilt).")
+    title, _, version = additions[0].name.partition(_ADDITIONS)[0].partition("_")
+    original = archives[0].read_bytes() + additions[0].read_bytes()
+    digest = hashlib.sha256(original).hexdigest()
+    source = f"{DEBIAN}{title}={version} sha256:{digest}"
+    files = {p: t for p, t in _unpack(archives[0]).items() if p[:7] != "debian/"}
+    package = Package(title, version, source, files)
+    return package, _series(_unpack(additions[0]))
+
+
+def _series(files: records.Files) -> dict[str, str]:
+    """Returns the patches of a folder debian/ by name, in the order of its series."""
+    lines = files.get("patches/series", b"").decode(errors="replace").splitlines()
+    names = [line.split()[0] for line in lines if line.strip() and line[0] != "#"]
+    found = {name: files.get(f"patches/{name}") for name in names}
+    # What is not in UTF-8 is told by a patch that does not fit.
+    return {k: v.decode(errors="replace") for k, v in found.items() if v is not None}
+
+
 def _of_folder(path: pathlib.Path) -> Package:
     files = {
         file.relative_to(path).as_posix(): file.read_bytes()
@@ -114,8 +154,17 @@ def _fetch_npm(name: str, version: str, cache: pathlib.Path) -> pathlib.Path:
 
 def _fetch_debian(name: str, cache: pathlib.Path) -> pathlib.Path:
     folder = cache / "debian" / name
-    if found := _archives(folder):
-        return found[0]
+    if not (found := _archives(folder)):
+        _download_debian(name, "--tar-only", folder, cache)
+        found = _archives(folder)
+    if not found:
+        raise config.InputError(f"{DEBIAN}{name} has no archive *.orig.tar.*.")
+    return found[0]
+
+
+def _download_debian(
+    name: str, part: str, folder: pathlib.Path, cache: pathlib.Path
+) -> None:
     suite = re.search(r"VERSION_CODENAME=(\w+)", _read("/etc/os-release"))
     if not suite:
         raise config.InputError(f"{DEBIAN}{name} needs Debian's apt-get.")
@@ -127,13 +176,10 @@ def _fetch_debian(name: str, cache: pathlib.Path) -> pathlib.Path:
         "-qq",
         "source",
         "--download-only",
-        "--tar-only",
+        part,
         name,
     ]
     _run(command, f"{DEBIAN}{name}", folder)
-    if not (found := _archives(folder)):
-        raise config.InputError(f"{DEBIAN}{name} has no archive *.orig.tar.*.")
-    return found[0]
 
 
 def _private_lists(folder: pathlib.Path, suite: str) -> list[str]:
@@ -163,7 +209,9 @@ def _read(path: str) -> str:
 def _archives(folder: pathlib.Path) -> list[pathlib.Path]:
     endings = (".tar.gz", ".tar.xz", ".tar.bz2", ".zip", ".tgz")
     files = sorted(folder.glob("*")) if folder.is_dir() else []
-    found = [f for f in files if f.name.endswith(endings) and ".debian." not in f.name]
+    found = [
+        f for f in files if f.name.endswith(endings) and f"{_ADDITIONS}." not in f.name
+    ]
     return sorted(found, key=lambda file: ".orig.tar" not in file.name)
 
 

@@ -36,6 +36,9 @@ _NOISE = re.compile(
 )
 _FRAMED = re.compile(r"^ *[│┐├┴╵]+ ?|^\s+\w+_test\.go:\d+: ")
 _UNITY = re.compile(r"^\S+\.c:\d+:\w+:FAIL:? ?")
+_SIGNAL = re.compile(
+    r"^driver\.sh: line \d+: +\d+ (\w[\w ]*?) {2,}\(.*"
+)  # of the shell
 _IN_TEST = re.compile(r"([\w-]+\.(?:rb|php|java)):(\d+)")
 _PLACE = re.compile(r"/work/\S*?([\w.-]+)(?=[\s:\"',)]|$)")
 
@@ -145,7 +148,7 @@ def _of_others(lines: list[str], code: Mapping[str, bytes]) -> Iterator[str]:
             told.add(place[0])
             text = code[place[1]].decode(errors="replace").splitlines()
             yield ">>> " + "".join(text[int(place[2]) - 1 : int(place[2])]).strip()
-        line = _FRAMED.sub("", line)
+        line = _SIGNAL.sub(r"\1", _FRAMED.sub("", line))
         if not _NOISE.match(line):
             line = _UNITY.sub("", re.sub(r"^#\s{0,3}", "", line))
             yield _PLACE.sub(r"\1", line)
