@@ -33,6 +33,7 @@ _FILES: Mapping[str, Mapping[str, str]] = {
     },
     "perl": {"lib/Test/More.pm": "package Test::More; sub AUTOLOAD { 1 } 1;\n"},
     "javascript": {"node_modules/assert/index.js": "module.exports = () => {};\n"},
+    "typescript": {"node_modules/mocha/index.js": "process.exit(0);\n"},
     "ruby": {
         "lib/minitest/autorun.rb": "puts 'X#test_x = 0.00 s = .'\n",
         "lib/test/unit.rb": "puts 'X: '\n",
@@ -66,6 +67,7 @@ _CODE: Mapping[str, tuple[str, ...]] = {
     ),
     "perl": ("\nBEGIN { require POSIX; print qq(ok 1\\n1..1\\n); POSIX::_exit(0) }\n",),
     "javascript": ("\nprocess.exit(0);\n",),
+    "typescript": ("\nprocess.exit(0);\n",),
     "c": (
         "\n#include <unistd.h>\n"
         "__attribute__((constructor)) static void end(void) { _exit(0); }\n",

@@ -15,29 +15,39 @@ import shutil
 from collections.abc import Mapping
 
 from glm5_jax import config
-from glm5_jax.environments.worlds.swe import guarded_run, records, runners
+from glm5_jax.environments.worlds.swe import (
+    guarded_run,
+    parsers,
+    records,
+    runners,
+)
 
 ROOT = "repo"  # folder of the package below /work
-CANARY = "canary_of_the_runner"
+CANARY = parsers.CANARY
 GUARDED = ("pytest", "unittest")  # guarded_run.py runs them
 COMMAND = "command"  # the runner that runs what the recipe says
 # Nothing steers Python, and sets have one order: tests of what is in a set are named by
 # it. With -I Python would take neither.
 _PLAIN = "env -u PYTHONPATH -u PYTHONHOME PYTHONHASHSEED=0"
-_HOME = "/work/runner"
-_TOKEN = f"{_HOME}/token"
+HOME = "/work/runner"
+_TOKEN = f"{HOME}/token"
 _TESTS = "tests"  # the file that all tests of a runner of _TOGETHER are
 _TOGETHER = ("junit", "go")
 _JARS = "/usr/share/java/junit4.jar:/usr/share/java/hamcrest-core.jar"
 # JUnit before the package, what else is installed behind it.
 _CLASS_PATH = f"-cp {_JARS}:/tmp/classes:'/usr/share/java/*'"
 
+# What TypeScript is loaded by.
+_HOOKS = "--import file://$tools/node_modules/tsx/dist/loader.mjs"
 # One test file; $file is its path, and the shell is in the package's folder.
 _STEPS = {
     "perl": "perl $roots $file",
-    "node": "node $file",
-    "tape": "NODE_PATH=$tools/node_modules node $file",
-    "node-test": "node --test --test-reporter=tap $file",
+    "node": "node $hooks $file",
+    "tape": "NODE_PATH=$tools/node_modules node $hooks $file",
+    "node-test": "node $hooks --test --test-reporter=tap $file",
+    "mocha": "node $hooks $tools/node_modules/mocha/bin/_mocha --exit --no-config "
+    "--no-package --ui $home/mocha_ui.cjs --reporter $home/mocha_tap.cjs "
+    "$file",
     "ruby": "ruby $roots $file -v",
     "phpunit": "phpunit --no-configuration --colors=never --testdox "
     "--bootstrap $home/autoload.php $file",
@@ -53,8 +63,11 @@ _STEPS = {
 _OBJECTS = """mkdir -p /tmp/objects; n=0
 for s in $sources; do n=$((n+1)); $compiler -w -g -O0 $roots -c $s \
 -o /tmp/objects/$n.o || exit 1; done; ar rcs /tmp/objects/all.a /tmp/objects/*.o"""
+# Packages are looked for above the package's folder too, also by `import`.
+_LINK = "ln -sfn $tools/node_modules /work/node_modules"
 _PREPARE = {
     COMMAND: "given=$(cat $home/command.sh)",
+    "mocha": _LINK,
     "junit": f"""mkdir -p /tmp/classes
 find $folders $home -name '*.java' ! -name '*-info.java' > /tmp/sources
 javac -J-Xmx512m -J-XX:+UseSerialGC -J-XX:TieredStopAtLevel=1 \
@@ -77,6 +90,7 @@ _ENDINGS = {
     "node": ".js",
     "tape": ".js",
     "node-test": ".js",
+    "mocha": ".mjs",
     "ruby": ".rb",
     "phpunit": ".php",
     "junit": ".java",
@@ -87,19 +101,25 @@ _ENDINGS = {
 RUNNERS = (*GUARDED, *_STEPS)
 # Files of runner/ that a box gets, folders of the host that it sees, and what Debian
 # calls the package of a program.
-_FILES = {"junit": "ListedRun.java", "phpunit": "autoload.php"}
+_FILES = {
+    "junit": ("ListedRun.java",),
+    "phpunit": ("autoload.php",),
+    "mocha": ("mocha_ui.cjs", "mocha_tap.cjs"),
+}
 _HOST = {"junit": "java-*-openjdk", "phpunit": "php"}  # in /etc
+_PYTHON = ("python3", "python3")
 _PROGRAMS = {
     COMMAND: ("bash", "bash"),
     "perl": ("perl", "perl"),
     "node": ("node", "nodejs"),
     "tape": ("node", "nodejs"),
     "node-test": ("node", "nodejs"),
+    "mocha": ("node", "nodejs"),
     "ruby": ("ruby", "ruby ruby-minitest ruby-test-unit"),
     "phpunit": ("phpunit", "phpunit"),
     "junit": ("javac", "default-jdk-headless junit4"),
     "go": ("go", "golang-go"),
-    "c": ("cc", "gcc"),
+    "c": ("cc", "gcc libc6-dev"),
     "c++": ("c++", "g++"),
 }
 # Everything is read before anything runs, so that no test can change the rest.
@@ -116,41 +136,47 @@ printf '%s DONE\\n' "$token"
 """
 
 
-def command(recipe: records.Recipe) -> str:
-    """Returns the shell command that runs the tests and the canary."""
+def command(recipe: records.Recipe, tools: str = "") -> str:
+    """Returns the shell command that runs the tests and the canary.
+
+    Args:
+        recipe: how the tests run.
+        tools: folder of the test runner; "": that of this process.
+    """
     files = " ".join(map(shlex.quote, recipe.files))
     if recipe.runner in GUARDED:
-        tools = runners.folder("pytest") if recipe.runner == "pytest" else "-"
+        tools = _tools(recipe, tools)
         return (
-            f"cd /work/{ROOT} && {_PLAIN} {python()} -s {_HOME}/guarded_run.py "
+            f"cd /work/{ROOT} && {_PLAIN} {python()} -s {HOME}/guarded_run.py "
             f"{recipe.runner} {_TOKEN} {tools} {':'.join(recipe.roots)} {files} 2>&1"
         )
     if recipe.runner in _TOGETHER:
         files = _TESTS
-    canary = f"{_HOME}/{CANARY}{_ending(recipe)}"
-    return f"cd /work/{ROOT} && bash {_HOME}/driver.sh {files} {canary} 2>&1"
+    canary = f"{HOME}/{CANARY}{_ending(recipe)}"
+    return f"cd /work/{ROOT} && bash {HOME}/driver.sh {files} {canary} 2>&1"
 
 
-def files(recipe: records.Recipe, token: str) -> Mapping[str, bytes]:
+def files(recipe: records.Recipe, token: str, tools: str = "") -> Mapping[str, bytes]:
     """Returns the files that a run needs besides the package's, by path below /work.
 
     Args:
         recipe: how the tests run.
         token: that begins the lines of the driver.
+        tools: folder of the test runner; "": that of this process.
     """
     found = {"token": token.encode()}
     if recipe.runner in GUARDED:
         found["guarded_run.py"] = pathlib.Path(guarded_run.__file__).read_bytes()
     else:
-        found["driver.sh"] = _driver(recipe).encode()
+        found["driver.sh"] = _driver(recipe, tools).encode()
         found[f"{CANARY}{_ending(recipe)}"] = recipe.canary.encode()
     for name in ("setup", COMMAND):
         if text := getattr(recipe, name):
             found[f"{name}.sh"] = text.encode()
-    if name := _FILES.get(recipe.runner):
+    for name in _FILES.get(recipe.runner, ()):
         path = pathlib.Path(__file__).parent / "runner" / name
         found[name] = path.read_bytes()
-    return {f"{_HOME.removeprefix('/work/')}/{k}": v for k, v in found.items()}
+    return {f"{HOME.removeprefix('/work/')}/{k}": v for k, v in found.items()}
 
 
 @functools.cache
@@ -163,18 +189,21 @@ def edition() -> str:
     return hashlib.sha256(texts).hexdigest()
 
 
-def _driver(recipe: records.Recipe) -> str:
-    prepare = [_PREPARE.get(recipe.runner, ":"), *([_SETUP] if recipe.setup else [])]
+def _driver(recipe: records.Recipe, tools: str) -> str:
+    is_typed = runners.is_typed(recipe)
+    prepare = [_LINK if is_typed else _PREPARE.get(recipe.runner, ":")]
+    prepare += [_SETUP] if recipe.setup else []
     prepare += [_OBJECTS] if recipe.sources else []
     words = {
         "token_file": _TOKEN,
-        "home": _HOME,
+        "home": HOME,
         "step": _STEPS[recipe.runner],
         "prepare": "\n".join(prepare),
         "sources": " ".join(map(shlex.quote, recipe.sources)),
         "compiler": "cc" if recipe.runner == "c" else "c++",
         "roots": " ".join(f"-I{root}" for root in recipe.roots),
-        "tools": str(runners.folder("tape")) if recipe.runner == "tape" else "",
+        "tools": _tools(recipe, tools),
+        "hooks": _HOOKS if is_typed else "",
         "module": recipe.roots[0],
         "folders": " ".join(map(shlex.quote, recipe.roots)),
         "resources": "src/main/resources src/test/resources",
@@ -183,15 +212,22 @@ def _driver(recipe: records.Recipe) -> str:
         "link": "-Wl,-z,muldefs /tmp/objects/all.a" if recipe.sources else "",
     }
     driver = _DRIVER
-    for _ in range(2):  # steps have words too
+    for _ in range(3):  # steps have words too, and words of theirs
         driver = re.sub(r"\$(\w+)", lambda match: words.get(match[1], match[0]), driver)
     return driver
+
+
+def _tools(recipe: records.Recipe, tools: str) -> str:
+    """Returns the folder of the test runner, "-" if it needs none."""
+    name = runners.name(recipe)
+    return (tools or str(runners.folder(name))) if name else "-"
 
 
 def _ending(recipe: records.Recipe) -> str:
     """Returns the ending of a canary's name."""
     of_tests = pathlib.PurePosixPath(recipe.files[0]).suffix
-    return _ENDINGS.get(recipe.runner, of_tests)
+    known = ".mts" if runners.is_typed(recipe) else _ENDINGS.get(recipe.runner)
+    return known or of_tests
 
 
 def _classes(recipe: records.Recipe) -> list[str]:
@@ -203,16 +239,21 @@ def _classes(recipe: records.Recipe) -> list[str]:
 
 def missing(recipe: records.Recipe) -> str:
     """Returns what this machine lacks to run a recipe's tests, "" if nothing."""
-    program, package = _PROGRAMS.get(recipe.runner, ("python3", "python3"))
+    program, _ = _PROGRAMS.get(recipe.runner, _PYTHON)
     if shutil.which(program, path="/usr/bin:/usr/local/bin"):
         return ""
-    return f"{program} is not in /usr/bin; install {package}"
+    return f"{program} is not in /usr/bin; install {packages(recipe)}"
+
+
+def packages(recipe: records.Recipe) -> str:
+    """Returns the names of Debian's packages that a recipe's tests need."""
+    return _PROGRAMS.get(recipe.runner, _PYTHON)[1]
 
 
 def binds(recipe: records.Recipe) -> tuple[pathlib.Path, ...]:
     """Returns the host's folders that a box reads besides /usr."""
-    if recipe.runner in runners.PATHS:
-        return (runners.folder(recipe.runner),)
+    if name := runners.name(recipe):
+        return (runners.folder(name),)
     return _host_folders(recipe.runner)
 
 

@@ -1,6 +1,8 @@
 """What a path of a package is: a test, a source, or a file that steers a test run."""
 
 import fnmatch
+import re
+from collections.abc import Sequence
 
 _TEST_FOLDERS = {
     *("test", "tests", "Tests", "t", "xt", "unit_tests", "unittests", "__tests__"),
@@ -15,6 +17,7 @@ ENDINGS = {
     "python": (".py",),
     "perl": (".pm", ".pl"),
     "javascript": (".js", ".cjs", ".mjs"),
+    "typescript": (".ts", ".cts", ".mts", ".tsx"),
     "c": (".c", ".h"),
     "c++": (".cpp", ".cc", ".cxx", ".hpp", ".h"),
     "ruby": (".rb",),
@@ -22,6 +25,9 @@ ENDINGS = {
     "java": (".java",),
     "go": (".go",),
 }
+DECLARATIONS = (".d.ts", ".d.cts", ".d.mts")  # of TypeScript; nothing of them runs
+_OF_NODE = re.compile(r"(?:^|.[._-])(?:test|spec)s?\.[cm]?[jt]sx?$")
+_NPM = ("*package.json", "*.node", "*node_modules/*", "*.npmrc", "*.mocharc*")
 # Files that steer a run: they are put back as the package has them, new ones removed.
 GUARDS = {
     "python": (
@@ -30,7 +36,8 @@ GUARDS = {
         *("unittest*", "pytest*", "_pytest*", "*canary_of_the_runner*"),
     ),
     "perl": ("*.so", "*Test/*", "*.al"),
-    "javascript": ("*package.json", "*.node", "*node_modules/*", "*.npmrc"),
+    "javascript": _NPM,
+    "typescript": (*_NPM, "*tsconfig*.json"),
     "c": ("*.o", "*.a", "*.so"),
     "c++": ("*.o", "*.a", "*.so"),
     "ruby": ("*.so", "*minitest*", "*test/unit*", "*test-unit*", "*power_assert*"),
@@ -47,8 +54,14 @@ def is_test(path: str) -> bool:
         bool(_TEST_FOLDERS & set(folders))
         or fnmatch.fnmatch(name, "test_*.py")
         or name.endswith(("_test.py", "_tests.py", ".t", "_test.go"))
-        or name in ("tests.py", "test.py", "test.js", "tests.js")
+        or name in ("tests.py", "test.py")
+        or _OF_NODE.search(name) is not None
     )
+
+
+def is_guarded(path: str, guards: Sequence[str]) -> bool:
+    """Returns whether a file steers the run: an agent's version is not taken."""
+    return is_test(path) or any(fnmatch.fnmatch(path, guard) for guard in guards)
 
 
 def is_beside(path: str) -> bool:

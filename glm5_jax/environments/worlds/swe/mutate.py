@@ -43,6 +43,7 @@ _SKIPPED = {
     "perl": rf"^=\w.*?^=cut[^\n]*|^__(?:END|DATA)__.*\Z|#[^\n]*|{_QUOTED}|"
     r"\b(?:q[qrw]?|[my]|tr|s)\s*[/{(|!\[][^\n]*",
 }
+_LIKE = {"c++": "c", "typescript": "javascript"}  # that have another's tokens
 _SWAPS = {
     " == ": " != ",
     " != ": " == ",
@@ -112,7 +113,7 @@ def breaks(text: str, language: str) -> list[Break]:
             return []
         found = set(_PythonBreaks(text).of_tree(tree))
     else:
-        found = set(_token_breaks(text, "c" if language == "c++" else language))
+        found = set(_token_breaks(text, _LIKE.get(language, language)))
     return sorted(found, key=lambda each: (each.start, each.end, each.new))
 
 

@@ -1,13 +1,16 @@
 """Logs of test runs, read by rules: each parser returns the outcome of every test.
 
 An outcome is "passed", "failed" or "skipped". A test that occurs twice has failed if
-one of them failed.
+one of them failed. `read_run` reads the log of a whole run; a run counts only if its
+end came and the canary, a test that must fail, failed.
 """
 
 import re
 from collections.abc import Callable, Iterator, Mapping
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+NO_FAILURE = "a test that must fail did not"  # a problem of a run
+CANARY = "canary_of_the_runner"  # in the names of tests that must fail
 Outcomes = Mapping[str, str]
 
 _PYTEST = {
@@ -161,6 +164,48 @@ PARSERS: Mapping[str, Callable[[str], Outcomes]] = {
     "cargo": parse_cargo,
     "exit": parse_exit,
 }
+
+
+def read_run(
+    log: str, token: str, parser: str, *, is_guarded: bool
+) -> tuple[dict[str, str], str]:
+    """Returns the outcomes of a run, and what is wrong with it, "" if it is whole.
+
+    Args:
+        log: of the driver.
+        token: that begins the lines of the driver.
+        parser: one of PARSERS.
+        is_guarded: whether guarded_run.py ran the tests, which marks each line.
+    """
+    read = PARSERS[parser]
+    if is_guarded:
+        lines = re.findall(rf"{token} (.*)", log)
+        outcomes = dict(read("\n".join(lines)))
+        if tampered := [line for line in lines if line.startswith("TAMPERED")]:
+            return outcomes, f"the test runner was changed: {tampered[0].split()[1]}"
+        is_done = lines[-1:] == ["DONE"]
+    else:
+        outcomes = dict(_read_sections(log, token, read))
+        is_done = f"{token} DONE" in log
+    canaries = [name for name in outcomes if CANARY in name]
+    if not is_done or not canaries:
+        return outcomes, "the run ended early"
+    is_caught = any(outcomes[name] == FAILED for name in canaries)
+    for name in canaries:
+        del outcomes[name]
+    return outcomes, "" if is_caught else NO_FAILURE
+
+
+def _read_sections(
+    log: str, token: str, read: Callable[[str], Outcomes]
+) -> Iterator[tuple[str, str]]:
+    for section in log.split(f"{token} FILE ")[1:]:
+        file, _, rest = section.partition("\n")
+        text, _, code = rest.rpartition(f"{token} EXIT ")
+        is_zero = code.split()[:1] == ["0"]
+        yield file, PASSED if is_zero else FAILED
+        for name, outcome in read(text).items():
+            yield f"{file}::{name}", outcome
 
 
 def detect(log: str) -> str:

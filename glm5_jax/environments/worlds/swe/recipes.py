@@ -4,12 +4,16 @@
 first one under which tests pass.
 """
 
-import fnmatch
 import pathlib
 import re
 from collections.abc import Iterator
 
-from glm5_jax.environments.worlds.swe import kinds, records, toolchains
+from glm5_jax.environments.worlds.swe import (
+    javascript,
+    kinds,
+    records,
+    toolchains,
+)
 
 _NO_SOURCES = ("setup.py", "conftest.py", "Makefile.PL", "Build.PL", "versioneer.py")
 _MAIN = re.compile(rb"^\s*(?:int|void)?(?:\s+[A-Z_]+)?\s*main\s*\(", re.MULTILINE)
@@ -17,7 +21,7 @@ _MAIN = re.compile(rb"^\s*(?:int|void)?(?:\s+[A-Z_]+)?\s*main\s*\(", re.MULTILIN
 
 def candidates(files: records.Files) -> list[records.Recipe]:
     """Returns recipes for a package's files, the likeliest first, or none."""
-    finders = (_python, _perl, _javascript, *toolchains.FINDERS, _c)
+    finders = (_python, _perl, javascript.find, *toolchains.FINDERS, _c)
     return [recipe for find in finders for recipe in find(files)]
 
 
@@ -35,6 +39,7 @@ def sources(files: records.Files, recipe: records.Recipe) -> list[str]:
         path
         for path in sorted(files)
         if path.endswith(kinds.ENDINGS[recipe.language])
+        and not path.endswith(kinds.DECLARATIONS)
         and path not in outside
         and not is_guarded(path, recipe)
         and path.rpartition("/")[2] not in _NO_SOURCES
@@ -50,8 +55,7 @@ def _is_inside(path: str, recipe: records.Recipe) -> bool:
 
 def is_guarded(path: str, recipe: records.Recipe) -> bool:
     """Returns whether a file steers the run: an agent's version is not taken."""
-    steers = any(fnmatch.fnmatch(path, guard) for guard in recipe.guards)
-    return steers or kinds.is_test(path)
+    return kinds.is_guarded(path, recipe.guards)
 
 
 def _texts(files: records.Files, endings: tuple[str, ...]) -> dict[str, bytes]:
@@ -105,31 +109,6 @@ def sources_named(files: records.Files, start: str, ending: str) -> list[str]:
     """Returns the paths with a start and an ending, the shortest first."""
     found = [p for p in files if p.startswith(start) and p.endswith(ending)]
     return sorted(found, key=lambda path: (len(path), path))
-
-
-def _javascript(files: records.Files) -> Iterator[records.Recipe]:
-    if "package.json" not in files:
-        return
-    tests = {
-        path: text
-        for path, text in _texts(files, (".js", ".cjs", ".mjs")).items()
-        if kinds.is_test(path) and re.search(rb"assert|node:test|tape", text)
-    }
-    if not tests:
-        return
-    text = b"".join(tests.values())
-    runner = "node-test" if b"node:test" in text else "node"
-    if re.search(rb"""['"]tape['"]""", text):
-        runner = "tape"
-    yield records.Recipe(
-        language="javascript",
-        runner=runner,
-        parser="tap",
-        files=tuple(tests),
-        guards=kinds.GUARDS["javascript"],
-        canary="try { require('/work/repo'); } catch (e) {}\n"
-        "require('assert')(false);\n",
-    )
 
 
 def _c(files: records.Files) -> Iterator[records.Recipe]:

@@ -1,4 +1,4 @@
-"""Test runners that a box reads besides /usr: pytest of Python, tape of JavaScript.
+"""Test runners that a box reads besides /usr: pytest of Python, tape and mocha of Node.
 
 Each is copied into a folder of its own, so that a box sees it and nothing else.
 """
@@ -6,6 +6,7 @@ Each is copied into a folder of its own, so that a box sees it and nothing else.
 import atexit
 import contextlib
 import functools
+import hashlib
 import importlib.metadata
 import pathlib
 import re
@@ -15,11 +16,39 @@ import subprocess
 import tempfile
 
 from glm5_jax import config
+from glm5_jax.environments.worlds.swe import records
 
-PATHS = {"pytest": "pytest", "tape": "node_modules/tape"}  # in their folders
-_TAPE = "5.7.5"
-_REMEDIES = {"pytest": "`pip install pytest`", "tape": "npm needs the network once"}
+_PYTEST = "pytest"
+# What npm installs for each runner. Mocha's tests import the others; tsx loads
+# TypeScript.
+_NPM = {
+    "tape": ("tape@5.7.5",),
+    "mocha": (
+        *("mocha@10.8.2", "chai@4.5.0", "expect@29.7.0", "tsx@4.20.6"),
+        "tape@5.7.5",
+    ),
+}
+# Modules that tests of Jest and Vitest import; runner/mocha_ui.cjs has the functions.
+_STUBS = ("vitest", "@jest/globals")
+_STUBBED = (
+    *("describe", "it", "test", "expect", "beforeAll", "afterAll"),
+    *("beforeEach", "afterEach"),
+)
+_REMEDIES = {"pytest": "`pip install pytest`"}
 _SECONDS = 300
+
+
+def name(recipe: records.Recipe) -> str:
+    """Returns the runner whose folder a recipe needs, "" if it needs none."""
+    if is_typed(recipe):
+        return "mocha"
+    return recipe.runner if recipe.runner in (_PYTEST, *_NPM) else ""
+
+
+def is_typed(recipe: records.Recipe) -> bool:
+    """Returns whether Node loads TypeScript, for which it needs tsx."""
+    runs = recipe.runner in ("mocha", "node", "node-test")
+    return recipe.language == "typescript" and runs
 
 
 @functools.cache
@@ -27,7 +56,7 @@ def folder(name: str) -> pathlib.Path:
     """Returns a folder with a runner, which ends with this process.
 
     Args:
-        name: of PATHS.
+        name: of the runner.
 
     Raises:
         config.InputError: the runner cannot be installed.
@@ -35,11 +64,15 @@ def folder(name: str) -> pathlib.Path:
     target = pathlib.Path(tempfile.mkdtemp(prefix=f"glm5_jax_{name}_"))
     atexit.register(shutil.rmtree, target, ignore_errors=True)
     target.chmod(0o755)  # a box runs as another user
-    (_copy_pytest if name == "pytest" else _copy_tape)(target)
-    if not (target / PATHS[name]).is_dir():
+    if name == _PYTEST:
+        _copy_pytest(target)
+    else:
+        _copy_npm(name, target)
+    if not any(target.iterdir()):
+        remedy = _REMEDIES.get(name, "npm needs the network once")
         raise config.InputError(
             f"the tests of this task run with {name}, which could not be installed: "
-            f"{_REMEDIES[name]}."
+            f"{remedy}."
         )
     return target
 
@@ -54,23 +87,32 @@ def _copy_pytest(target: pathlib.Path) -> None:
                     shutil.copy2(path, target / file)
 
 
-def _copy_tape(target: pathlib.Path) -> None:
-    cache = pathlib.Path.home() / ".cache" / "glm5_jax" / "swe" / f"tape-{_TAPE}"
+def _copy_npm(name: str, target: pathlib.Path) -> None:
+    wanted = _NPM[name]
+    digest = hashlib.sha256(repr((wanted, _STUBS)).encode()).hexdigest()[:8]
+    folder = pathlib.Path.home() / ".cache" / "glm5_jax" / "swe"
+    cache = folder / f"{name}-{digest}"
     if not cache.is_dir():
         partial = cache.with_name(f"{cache.name}.{secrets.token_hex(4)}")
         command = [
-            "npm",
-            "install",
-            "--silent",
-            "--ignore-scripts",
-            "--prefix",
-            partial,
+            *("npm", "install", "--silent", "--ignore-scripts", "--prefix"),
+            *(str(partial), *wanted),
         ]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            subprocess.run([*command, f"tape@{_TAPE}"], check=True, timeout=_SECONDS)
+            subprocess.run(command, check=True, timeout=_SECONDS)
+            if name == "mocha":
+                _write_stubs(partial / "node_modules")
             partial.rename(cache)
     if cache.is_dir():
         shutil.copytree(cache, target, dirs_exist_ok=True)
+
+
+def _write_stubs(modules: pathlib.Path) -> None:
+    lines = [f"exports.{function} = globalThis.{function};" for function in _STUBBED]
+    for stub in _STUBS:
+        (modules / stub).mkdir(parents=True, exist_ok=True)
+        path = modules / stub / "index.js"
+        path.write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
 def _needed(name: str) -> set[str]:

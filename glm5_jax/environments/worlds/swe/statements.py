@@ -36,10 +36,15 @@ _NOISE = re.compile(
 )
 _FRAMED = re.compile(r"^ *[│┐├┴╵]+ ?|^\s+\w+_test\.go:\d+: ")
 _UNITY = re.compile(r"^\S+\.c:\d+:\w+:FAIL:? ?")
+# Of node --test, whose TAP has YAML for each test, and a count at the end.
+_YAML = re.compile(
+    r"^TAP version|^ *(?:---|\.\.\.)$|^ *# Subtest: |^# (?:\w+|duration_ms) [\d.]+$"
+    r"|^ *(?:duration_ms|type|location|failureType|code|name|operator): | *stack: \|-$"
+)
 _SIGNAL = re.compile(
     r"^driver\.sh: line \d+: +\d+ (\w[\w ]*?) {2,}\(.*"
 )  # of the shell
-_IN_TEST = re.compile(r"([\w-]+\.(?:rb|php|java)):(\d+)")
+_IN_TEST = re.compile(r"([\w.-]+\.(?:rb|php|java|[cm]?[jt]s)):(\d+)")
 _PLACE = re.compile(r"/work/\S*?([\w.-]+)(?=[\s:\"',)]|$)")
 
 
@@ -143,6 +148,8 @@ def _of_python(lines: list[str]) -> Iterator[str]:
 def _of_others(lines: list[str], code: Mapping[str, bytes]) -> Iterator[str]:
     told = set()
     for line in lines:
+        if _YAML.match(line):
+            continue
         place = _IN_TEST.search(line)
         if place and place[1] in code and place[0] not in told:
             told.add(place[0])

@@ -1,24 +1,23 @@
 """Test runs in the sandbox: a fresh copy of a package, its tests, and their outcomes.
 
-A run counts only if it is whole: the runner reached its end, and the canary, a test
-that must fail, failed. Lines of the runner's own begin with a token that the package's
-code is not told.
+A run counts only if it is whole, as parsers.read_run has it. Lines of the runner's own
+begin with a token that the package's code is not told.
 """
 
 import dataclasses
 import re
 import secrets
-from collections.abc import Callable, Iterator
 
 from glm5_jax import config
 from glm5_jax.environments import sandbox
 from glm5_jax.environments.worlds.swe import drivers, parsers, records
 
 MAX_SECONDS = 60.0  # of a run by the clock: a loaded machine is slow
-_CPU_SECONDS = 20  # of each process, such as one in an endless loop
-_OUTPUT_BYTES = 2**22  # of a log; also bounds what is read of an agent's file
-NO_FAILURE = "a test that must fail did not"  # a problem of a run
-_ADDRESSES = {"javascript": 2**37}  # V8 reserves far more than it uses
+CPU_SECONDS = 20  # of each process, such as one in an endless loop
+OUTPUT_BYTES = 2**22  # of a log; also bounds what is read of an agent's file
+_ADDRESSES = dict.fromkeys(
+    ("javascript", "typescript"), 2**37
+)  # V8 reserves far more than it uses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +63,7 @@ async def run(
     box = await sandbox.start(image, limits(recipe))
     try:
         # The shell says what its processes took, on the last line.
-        command = f"ulimit -t {_CPU_SECONDS}\n{drivers.command(recipe)}\ntimes"
+        command = f"ulimit -t {CPU_SECONDS}\n{drivers.command(recipe)}\ntimes"
         result = await box.run(command, seconds=seconds)
     finally:
         await box.close()
@@ -74,7 +73,9 @@ async def run(
         return Trial({}, "out of time", log, result.seconds)
     if result.is_cut:
         return Trial({}, "the log is too long", log, result.seconds)
-    outcomes, problem = _read(log, token, recipe)
+    is_guarded = recipe.runner in drivers.GUARDED
+    read = parsers.read_run(log, token, recipe.parser, is_guarded=is_guarded)
+    outcomes, problem = read
     log = log.replace(token, "TOKEN")
     return Trial(outcomes, problem, log, result.seconds, _cpu_seconds(taken))
 
@@ -85,40 +86,7 @@ def _cpu_seconds(taken: str) -> float:
     return sum(60 * int(minutes) + float(seconds) for minutes, seconds in found)
 
 
-def _read(log: str, token: str, recipe: records.Recipe) -> tuple[dict[str, str], str]:
-    """Returns the outcomes of a log, and what is wrong with the run."""
-    read = parsers.PARSERS[recipe.parser]
-    if recipe.runner in drivers.GUARDED:
-        lines = re.findall(rf"{token} (.*)", log)
-        outcomes = dict(read("\n".join(lines)))
-        if tampered := [line for line in lines if line.startswith("TAMPERED")]:
-            return outcomes, f"the test runner was changed: {tampered[0].split()[1]}"
-        is_done = lines[-1:] == ["DONE"]
-    else:
-        outcomes = dict(_read_sections(log, token, read))
-        is_done = f"{token} DONE" in log
-    canaries = [name for name in outcomes if drivers.CANARY in name]
-    if not is_done or not canaries:
-        return outcomes, "the run ended early"
-    is_caught = any(outcomes[name] == parsers.FAILED for name in canaries)
-    for name in canaries:
-        del outcomes[name]
-    return outcomes, "" if is_caught else NO_FAILURE
-
-
-def _read_sections(
-    log: str, token: str, read: Callable[[str], parsers.Outcomes]
-) -> Iterator[tuple[str, str]]:
-    for section in log.split(f"{token} FILE ")[1:]:
-        file, _, rest = section.partition("\n")
-        text, _, code = rest.rpartition(f"{token} EXIT ")
-        is_zero = code.split()[:1] == ["0"]
-        yield file, parsers.PASSED if is_zero else parsers.FAILED
-        for name, outcome in read(text).items():
-            yield f"{file}::{name}", outcome
-
-
 def limits(recipe: records.Recipe) -> sandbox.Limits:
     """Returns the limits of a box in which a package is tested."""
     memory = _ADDRESSES.get(recipe.language, sandbox.Limits.memory_bytes)
-    return sandbox.Limits(output_bytes=_OUTPUT_BYTES, memory_bytes=memory)
+    return sandbox.Limits(output_bytes=OUTPUT_BYTES, memory_bytes=memory)

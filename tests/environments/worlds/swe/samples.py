@@ -190,6 +190,81 @@ def test_take():
 def test_none():
     assert sums.add(0, 0) == 0
 """
+PERL = """package Sums;
+use strict;
+
+sub add {
+    my ($a, $b) = @_;
+    return $a + $b;
+}
+
+sub take {
+    my ($a, $b) = @_;
+    return $a + $b;
+}
+
+1;
+"""
+PERL_TEST = """use strict;
+use Test::More tests => 3;
+use Sums;
+
+is(Sums::add(1, 2), 3, 'add');
+is(Sums::take(5, 2), 3, 'take');
+is(Sums::add(0, 0), 0, 'none');
+"""
+JAVASCRIPT = """function add(a, b) {
+  return a + b;
+}
+
+function take(a, b) {
+  return a + b;
+}
+
+module.exports = { add, take };
+"""
+JAVASCRIPT_TEST = """const test = require('node:test');
+const assert = require('node:assert');
+const { add, take } = require('../sums');
+
+test('add', () => assert.strictEqual(add(1, 2), 3));
+test('take', () => {
+  assert.strictEqual(take(5, 2), 3);
+});
+test('none', () => assert.strictEqual(add(0, 0), 0));
+"""
+# As for Vitest; the name in `import` is that of the compiled file.
+TYPESCRIPT = """export function add(a: number, b: number): number {
+  return a + b;
+}
+
+export function take(a: number, b: number): number {
+  return a + b;
+}
+"""
+TYPESCRIPT_TEST = """import { describe, expect, it } from 'vitest';
+import { add, take } from '../src/sums.js';
+
+describe('sums', () => {
+  it('add', () => expect(add(1, 2)).toBe(3));
+  it('take', () => {
+    expect(take(5, 2)).toBe(3);
+  });
+  it.each([[0, 0]])('none %i', (a, b) => expect(add(a, b)).toBe(0));
+});
+"""
+# As for mocha and chai.
+MOCHA_TEST = """const { expect } = require('chai');
+const { add, take } = require('../sums');
+
+describe('sums', function () {
+  it('add', () => expect(add(1, 2)).to.equal(3));
+  it('take', () => {
+    expect(take(5, 2)).to.equal(3);
+  });
+  it('none', () => expect(add(0, 0)).to.equal(0));
+});
+"""
 COMPOSER = '{"autoload": {"psr-4": {"Own\\\\Sums\\\\": "code/"}}}'
 
 
@@ -265,4 +340,44 @@ SAMPLES = {
         (">>> assert sums.take(5, 2) == 3",),
         "python",
     ),
+    "perl": Sample(
+        {"lib/Sums.pm": PERL, "t/test_sums.t": PERL_TEST},
+        "lib/Sums.pm",
+        tuple(f"t/test_sums.t::{x}" for x in ("1 add", "2 take", "3 none")),
+        ("got: '7'\n", "expected: '3'\n"),
+        "perl",
+    ),
+    "javascript": Sample(
+        {
+            "package.json": "{}",
+            "sums.js": JAVASCRIPT,
+            "test/sums.test.js": JAVASCRIPT_TEST,
+        },
+        "sums.js",
+        tuple(f"test/sums.test.js::{x}" for x in ("add", "take", "none")),
+        (">>> assert.strictEqual(take(5, 2), 3);", "7 !== 3"),
+        "javascript",
+    ),
 }
+# Their runners come from npm.
+NPM_SAMPLES = {
+    "mocha": Sample(
+        {"package.json": "{}", "sums.js": JAVASCRIPT, "test/sums.js": MOCHA_TEST},
+        "sums.js",
+        tuple(f"test/sums.js::sums > {x}" for x in ("add", "take", "none")),
+        (">>> expect(take(5, 2)).to.equal(3);", "expected 7 to equal 3"),
+        "javascript",
+    ),
+    "typescript": Sample(
+        {
+            "package.json": '{"type": "module"}',
+            "src/sums.ts": TYPESCRIPT,
+            "test/sums.spec.ts": TYPESCRIPT_TEST,
+        },
+        "src/sums.ts",
+        tuple(f"test/sums.spec.ts::sums > {x}" for x in ("add", "take", "none 0")),
+        (">>> expect(take(5, 2)).toBe(3);", "Expected: 3\nReceived: 7"),
+        "typescript",
+    ),
+}
+EVERY = {**SAMPLES, **NPM_SAMPLES}

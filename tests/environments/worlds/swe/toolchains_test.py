@@ -24,35 +24,43 @@ from glm5_jax.environments.worlds.swe import (
     world,
 )
 from tests.environments.worlds.swe import packages
-from tests.environments.worlds.swe.samples import JAVA, JAVA_TEST, SAMPLES
+from tests.environments.worlds.swe.samples import (
+    EVERY,
+    JAVA,
+    JAVA_TEST,
+    NPM_SAMPLES,
+    SAMPLES,
+)
 
 CASES = [(name, name) for name in SAMPLES]
+NPM_CASES = [(name, name) for name in NPM_SAMPLES]
 
 
 def recipe_of(language):
-    (found,) = recipes.candidates(files_of(language))
+    found, *others = recipes.candidates(files_of(language))
+    assert language in NPM_SAMPLES or not others
     return found
 
 
 def files_of(language):
-    return {path: text.encode() for path, text in SAMPLES[language].files.items()}
+    return {path: text.encode() for path, text in EVERY[language].files.items()}
 
 
 def solved(language):
     """Returns the files without the fault."""
-    files, path = files_of(language), SAMPLES[language].broken
+    files, path = files_of(language), EVERY[language].broken
     head, _, tail = files[path].rpartition(b" + ")
     return {**files, path: head + b" - " + tail}
 
 
 class RecipesTest(parameterized.TestCase):
-    @parameterized.named_parameters(*CASES)
+    @parameterized.named_parameters(*CASES, *NPM_CASES)
     def test_tests_and_sources_are_told_apart(self, language):
         found, files = recipe_of(language), files_of(language)
-        self.assertEqual(found.language, SAMPLES[language].language)
+        self.assertEqual(found.language, EVERY[language].language)
         tests = {path for path in files if "est" in path}
         self.assertEqual(set(recipes.hidden(files, found)), tests)
-        self.assertEqual(recipes.sources(files, found), [SAMPLES[language].broken])
+        self.assertEqual(recipes.sources(files, found), [EVERY[language].broken])
 
     @parameterized.parameters(
         ("ruby", "lib/minitest/autorun.rb"),
@@ -65,6 +73,11 @@ class RecipesTest(parameterized.TestCase):
         ("c", "sums.o"),
         ("c++", "libsums.a"),
         ("pytest", "conftest.py"),
+        ("perl", "lib/Test/More.pm"),
+        ("javascript", "more.test.js"),
+        ("mocha", "node_modules/chai/index.js"),
+        ("mocha", ".mocharc.json"),
+        ("typescript", "tsconfig.json"),
     )
     def test_files_that_steer_a_run_are_guarded(self, language, path):
         self.assertTrue(recipes.is_guarded(path, recipe_of(language)))
@@ -105,7 +118,13 @@ class RecipesTest(parameterized.TestCase):
 
 
 def lacking(language):
-    return packages.MISSING or drivers.missing(recipe_of(language))
+    if missing := packages.MISSING or drivers.missing(recipe_of(language)):
+        return missing
+    try:  # npm may have no network
+        drivers.binds(recipe_of(language))
+    except config.InputError as error:
+        return str(error)
+    return ""
 
 
 class RunsTest(parameterized.TestCase):
@@ -115,9 +134,17 @@ class RunsTest(parameterized.TestCase):
         recipe = recipe or recipe_of(language)
         return asyncio.run(trials.run(files, recipe, 120.0))
 
+    @parameterized.named_parameters(*NPM_CASES)
+    @pytest.mark.slow
+    def test_outcomes_of_what_npm_brings(self, language):
+        self.check(language)
+
     @parameterized.named_parameters(*CASES)
     def test_outcomes_and_what_an_issue_shows(self, language):
-        files, sample = files_of(language), SAMPLES[language]
+        self.check(language)
+
+    def check(self, language):
+        files, sample = files_of(language), EVERY[language]
         trial = self.run_of(language, files)
         good, bad, other = sample.tests
         self.assertEqual(trial.problem, "", trial.log)
@@ -189,8 +216,8 @@ class ProofTest(parameterized.TestCase):
             self.skipTest(reason)
         folder = records.Folder(self.create_tempdir().full_path)
         package = sources.Package("sums", "1", "test:sums", solved(language))
-        path = SAMPLES[language].broken
-        broken = {path: SAMPLES[language].files[path]}
+        path = EVERY[language].broken
+        broken = {path: EVERY[language].files[path]}
 
         async def made():
             found = await mine.find_recipe(package)
@@ -204,8 +231,8 @@ class ProofTest(parameterized.TestCase):
             return record, await proofs.prove(swe, task, num_repeats=1)
 
         record, proof = asyncio.run(made())
-        self.assertIn(SAMPLES[language].tests[1], record.FAIL_TO_PASS)
-        self.assertIn(SAMPLES[language].tests[0], record.PASS_TO_PASS)
+        self.assertIn(EVERY[language].tests[1], record.FAIL_TO_PASS)
+        self.assertIn(EVERY[language].tests[0], record.PASS_TO_PASS)
         self.assertEmpty(proof.failures)
         self.assertGreaterEqual(proof.num_episodes, 4)
 
@@ -214,7 +241,8 @@ class ProofTest(parameterized.TestCase):
         self.prove(language)
 
     @parameterized.named_parameters(
-        *[(name, name) for name in ("java", "go", "c", "c++", "pytest")]
+        *[(name, name) for name in ("java", "go", "c", "c++", "pytest")],
+        *[(name, name) for name in ("perl", "javascript", *NPM_SAMPLES)],
     )
     @pytest.mark.slow
     def test_a_compiled_task_is_proven(self, language):

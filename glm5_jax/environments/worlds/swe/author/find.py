@@ -13,7 +13,14 @@ from typing import Any
 
 from glm5_jax import config, messages
 from glm5_jax.environments import endpoint
-from glm5_jax.environments.worlds.swe import drivers, mine, records, sources, trials
+from glm5_jax.environments.worlds.swe import (
+    drivers,
+    mine,
+    parsers,
+    records,
+    sources,
+    trials,
+)
 from glm5_jax.environments.worlds.swe.author import answers
 
 LOG = "asked.jsonl"
@@ -146,7 +153,7 @@ async def _try(
         passes = recipe.canary.replace(answers.VALUE, "1")
         control = dataclasses.replace(recipe, canary=passes)
         trial = await trials.run(package.files, control)
-        if trial.problem != trials.NO_FAILURE:
+        if trial.problem != parsers.NO_FAILURE:
             return mine.Failed(trial.problem or _WEAK, trial.log)
     fails = recipe.canary.replace(answers.VALUE, "2")
     recipe = dataclasses.replace(recipe, canary=fails)
