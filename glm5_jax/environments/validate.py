@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 import tqdm
+from absl import logging
 
 from glm5_jax import config, environments
 from glm5_jax.config import checks
@@ -112,8 +113,10 @@ def export(
 ) -> None:
     """Writes tasks in Harbor's format, a folder each.
 
+    A task that cannot be written is named in the log.
+
     Raises:
-        config.InputError: the taskset cannot, or the folder is missing or not empty.
+        config.InputError: none can be, or the folder is missing or not empty.
     """
     taskset = environments.make(name)
     write = getattr(taskset, "export", None)
@@ -123,9 +126,19 @@ def export(
         raise config.InputError("--out is missing; name a new folder.")
     if out.exists() and any(out.iterdir()):
         raise config.InputError(f"--out={out} is not empty; choose another folder.")
-    for index in range(num_tasks):
-        task = taskset.task(split or protocol.splits(taskset)[0], seed, index)
-        write(task, out / task.id.replace("/", "_"))
+    split = split or protocol.splits(taskset)[0]
+    size = getattr(taskset, "size", None)
+    count = min(num_tasks, size(split)) if size else num_tasks
+    refusals = []
+    for index in range(max(count, 1)):  # none is refused with what to do
+        task = taskset.task(split, seed, index)
+        try:
+            write(task, out / task.id.replace("/", "_"))
+        except config.InputError as error:
+            logging.warning("%s", error)
+            refusals.append(str(error))
+    if len(refusals) >= count:
+        raise config.InputError(f"no task of {name!r} was written: {refusals[0]}")
 
 
 async def _prove_all(

@@ -38,7 +38,7 @@ timeout_sec = 120.0
 
 [environment]
 network_mode = "no-network"
-workdir = "/work"
+workdir = "{workdir}"
 """
 _DOCKERFILE = """FROM debian:bookworm
 RUN apt-get update && apt-get install -y --no-install-recommends \\
@@ -102,16 +102,9 @@ def write(
         agent_seconds: that a solution may take.
     """
     lines = [f"check {shlex.quote(c)} {shlex.quote(text)}" for c, text in checks]
-    toml = _TOML.format(
-        version=SCHEMA_VERSION,
-        name=name,
-        release=_RELEASE,
-        tag=json.dumps(tag),
-        agent_seconds=agent_seconds,
-    )
     test = _TEST.format(checks="\n".join(lines), reward=REWARD)
     contents = {
-        "task.toml": toml,
+        "task.toml": toml(name, tag, agent_seconds=agent_seconds),
         "instruction.md": f"{instruction}\n",
         "environment/Dockerfile": _DOCKERFILE,
         f"environment/{SETUP}": f"#!/bin/bash\nrm -f {_KEPT}\n{setup}\n",
@@ -124,9 +117,36 @@ def write(
         f"{WRONG}/{number}.sh": f"#!/bin/bash\ncd /work\n{text}\n"
         for number, text in enumerate(wrong, 1)
     }
+    save(folder, contents)
+
+
+def toml(
+    name: str, tag: str, *, workdir: str = "/work", agent_seconds: float = 900.0
+) -> str:
+    """Returns a task.toml.
+
+    Args:
+        name: of the task, of letters, digits, - and _.
+        tag: kind of the task.
+        workdir: where commands begin.
+        agent_seconds: that a solution may take.
+    """
+    return _TOML.format(
+        version=SCHEMA_VERSION,
+        name=name,
+        release=_RELEASE,
+        tag=json.dumps(tag),
+        workdir=workdir,
+        agent_seconds=agent_seconds,
+    )
+
+
+def save(folder: pathlib.Path, contents: Mapping[str, bytes | str]) -> None:
+    """Writes the files of a task folder; those that name an interpreter may be run."""
     for path, text in contents.items():
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
-        if path.endswith(".sh"):
+        content = text.encode() if isinstance(text, str) else text
+        target.write_bytes(content)
+        if content.startswith(b"#!"):
             target.chmod(0o755)

@@ -6,6 +6,7 @@ reward, as Harbor has it.
 """
 
 import base64
+import functools
 import hashlib
 import json
 import math
@@ -43,6 +44,7 @@ _SHOWN = 3  # refusals, where no folder can be played
 _KEPT_OUTPUT = 4000  # characters of the tests' output, for people
 # Python's own settings of a user are an agent's.
 _ENV = {"HOME": "/root", "PYTHONNOUSERSITE": "1"}
+_ETC = ("java-*-openjdk", "php")
 TOOLS = tool_calls.SHELL
 
 
@@ -163,7 +165,7 @@ class Episode:
         self.folders = frozenset((*_FOLDERS, *read.build.folders)) - {"work"}
         image = sandbox.Image(
             _staged(read.build),
-            binds=(read.modules,) if read.modules else (),
+            binds=(*_settings(), *((read.modules,) if read.modules else ())),
             folders=tuple(f"/{name}" for name in sorted(self.folders)),
         )
         limits = sandbox.Limits(
@@ -295,6 +297,13 @@ class Episode:
                 return rewards
             raise ValueError(f"{path} must have finite numbers, got {text[:80]!r}")
         raise ValueError(f"the tests write neither {folder.REWARD} nor {_JSON}")
+
+
+@functools.cache
+def _settings() -> tuple[pathlib.Path, ...]:
+    """Returns folders of this machine without which programs of its /usr do not run."""
+    etc = pathlib.Path("/etc")
+    return tuple(path for name in _ETC for path in sorted(etc.glob(name)))
 
 
 def _total(rewards: Mapping[str, Any]) -> float:

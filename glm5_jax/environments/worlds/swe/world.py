@@ -7,6 +7,7 @@ run there. The reward is 1 if all of FAIL_TO_PASS and PASS_TO_PASS pass, else 0.
 
 import functools
 import hashlib
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from glm5_jax.environments.worlds.swe import (
     attempts,
     copies,
     drivers,
+    exported,
     recipes,
     records,
     statements,
@@ -86,6 +88,14 @@ class Swe(listed.Listed[records.Record]):
         secret = copies.secrets(self.folder, record).items()
         assert isinstance(environment, Environment)
         return [*told, *await environment.search(attempts.look(secret))]
+
+    def export(self, task: protocol.Task, folder: pathlib.Path) -> None:
+        """Writes a task in Harbor's format.
+
+        Raises:
+            config.InputError: a folder cannot hide its solution.
+        """
+        exported.write(self.folder, self.by_id[task.answer], folder)
 
     def environment(self) -> "Environment":
         """Returns an environment for one episode."""
