@@ -118,6 +118,8 @@ setuptools.setup(
             "environments/worlds/slides/measure.js",
             "environments/worlds/swe/runner/ListedRun.java",
             "environments/worlds/swe/runner/autoload.php",
+            "environments/worlds/swe/runner/mocha_tap.cjs",
+            "environments/worlds/swe/runner/mocha_ui.cjs",
             "serving/page.html",
             "training/reporting/transcripts.html",
         ],

@@ -86,28 +86,27 @@ async def _mine(
     max_seconds: float,
     author: mine.Author | None,
 ) -> None:
-    log = mine.Log(folder)
     source = name.removeprefix(patches.PREFIX)
-    packages, series = [], {}
     try:
-        if source == name:
-            packages = [sources.fetch(release) for release in _releases(name)]
+        if source != name:
+            found = sources.fetch_patched(source)
         else:
-            package, series = sources.fetch_patched(source)
+            found = [sources.fetch(release) for release in _releases(name)]
     except config.InputError as error:
         logging.warning("%s", error)
+        log = mine.Log(folder)
         if (name, "") not in log.outcomes:
             log.add(name, "", _NOT_FETCHED)
         return
-    if source != name:
-        await patches.mine_patches(package, series, folder, num_tasks, max_seconds)
-    elif len(packages) == 1:
-        await mine.mine(packages[0], folder, num_tasks, seed, max_seconds, author)
-    elif len(packages) == 2:
-        older, newer = packages
+    if isinstance(found, tuple):
+        await patches.mine_patches(*found, folder, num_tasks, max_seconds)
+    elif len(found) == 1:
+        await mine.mine(found[0], folder, num_tasks, seed, max_seconds, author)
+    elif len(found) == 2:
+        older, newer = found
         await releases.mine_pair(older, newer, folder, num_tasks)
     else:
-        await chain_mine.mine_chain(packages, folder)
+        await chain_mine.mine_chain(found, folder)
 
 
 def _by_package(log: mine.Log) -> dict[str, dict[str, Any]]:

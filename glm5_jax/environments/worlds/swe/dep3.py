@@ -26,9 +26,10 @@ _DONE = re.compile(
     r"^(?:also |now |then |we |it )*(?:add|use|replac|switch|check|remov|chang|call|"
     r"mov|set|limit|wrap|cast|convert|initiali[sz]|renam|delet|drop|skip|return|import|"
     r"backport|cherry|pass|mak|do not|don't|increas|decreas|reject|ensur|restrict|"
-    r"validat|introduc|rewrit|rework|port|updat|patch|test)\w*\b"
-    r"|\bby \w+ing\b|\binstead\b|\bthis (?:patch|commit|change|fix)\b"
-    r"|\brather than\b",
+    r"validat|introduc|rewrit|rework|port|updat|patch|test|"
+    r"enhanc|extend|harden|escap|filter|saniti[sz]|thank)\w*\b"
+    r"|\bby \w+ing\b|\binstead\b|\bthis (?:pr|patch|commit|change|fix)\b"
+    r"|\brather than\b|\badd(?:s|ed|ing)? tests?\b",
     re.IGNORECASE,
 )
 _CODE = re.compile(r"\w*(?:_\w|[a-z][A-Z])\w*|\b\w+(?=\(\))|(?<=`)[^`]+(?=`)")
