@@ -27,6 +27,7 @@ _SECONDS = 60.0  # of an agent's command
 _MOST_SECONDS = 240.0  # of the build, of the solution and of the tests
 _HELD_OUT = 5  # one task in so many
 _DISK_BYTES = 512 * 2**20
+_ADDRESSES = 2**37  # V8 reserves far more than it uses, which has a limit of its own
 # Folders that every box has, and keeps until the end of the episode.
 _FOLDERS = (
     *("app", "data", "home", "logs", "mnt", "opt", "root", "solution", "srv", "tests"),
@@ -171,6 +172,7 @@ class Episode:
         limits = sandbox.Limits(
             seconds=min(read.settings.build_seconds, _MOST_SECONDS),
             disk_bytes=_DISK_BYTES,
+            memory_bytes=_ADDRESSES,
         )
         self._box = await sandbox.start(image, limits, "bubblewrap")
         await self._build()

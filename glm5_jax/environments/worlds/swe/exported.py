@@ -6,6 +6,7 @@ tests/               scored.py with what it reads: hidden/, task.json, tools.zip
 wrong/N.sh           the cheats of attempts.py
 """
 
+import hashlib
 import io
 import json
 import pathlib
@@ -35,8 +36,10 @@ _DOCKERFILE = """FROM debian:bookworm
 RUN apt-get update && apt-get install -y --no-install-recommends \\
     {packages} && rm -rf /var/lib/apt/lists/*
 COPY files {home}
-WORKDIR {home}
+{tools}WORKDIR {home}
 """
+_TOOLS = "tools.zip"
+_TOOLS_AT = f"/opt/{_TOOLS}"
 _INSTRUCTION = (
     "The package is in {home}; its tests are not. Change its source. Hidden tests "
     "decide. Edits of tests do not count.\n\n"
@@ -78,19 +81,26 @@ def write(folder: records.Folder, record: records.Record, target: pathlib.Path) 
     needed = dict.fromkeys(
         ["patch", "python3", *drivers.packages(record.recipe).split()]
     )
+    archive = b""
+    if runner := runners.name(record.recipe):
+        archive = _zip(runners.folder(runner))
     contents: dict[str, bytes | str] = {
         "task.toml": harbor.toml(name, record.recipe.language, workdir=tools.HOME),
         "instruction.md": _INSTRUCTION.format(home=tools.HOME)
         + f"{record.problem_statement}\n",
         "environment/Dockerfile": _DOCKERFILE.format(
-            packages=" ".join(needed), home=tools.HOME
+            packages=" ".join(needed),
+            home=tools.HOME,
+            tools=f"COPY {_TOOLS} {_TOOLS_AT}\n" if archive else "",
         ),
         "solution/solve.sh": _SOLVE,
         "solution/fix.patch": record.patch,
         "tests/test.sh": _TEST,
     }
     contents |= {f"environment/{harbor.FILES}/{k}": v for k, v in given.items()}
-    contents |= {f"tests/{k}": v for k, v in _tests(folder, record, given).items()}
+    contents |= {f"environment/{_TOOLS}": archive} if archive else {}
+    tests = _tests(folder, record, given, archive)
+    contents |= {f"tests/{path}": text for path, text in tests.items()}
     wrong = attempts.wrong(folder, record)
     for number, turns in enumerate(wrong, 1):
         contents[f"{harbor.WRONG}/{number}.sh"] = _script(turns[0], given)
@@ -98,7 +108,10 @@ def write(folder: records.Folder, record: records.Record, target: pathlib.Path) 
 
 
 def _tests(
-    folder: records.Folder, record: records.Record, given: records.Files
+    folder: records.Folder,
+    record: records.Record,
+    given: records.Files,
+    archive: bytes,
 ) -> Mapping[str, bytes | str]:
     """Returns the files that score a task, by path below tests/."""
     recipe = record.recipe
@@ -115,6 +128,8 @@ def _tests(
         "kept": {path: text.decode("latin-1") for path, text in kept.items()},
         "runner": [(p, t.decode("latin-1")) for p, t in runner.items()],
         "token": token,
+        "tools": _TOOLS_AT if archive else "",
+        "tools_sha256": hashlib.sha256(archive).hexdigest(),
         "command": drivers.command(recipe, of_tools),
         "parser": recipe.parser,
         "is_guarded": recipe.runner in drivers.GUARDED,
@@ -136,8 +151,6 @@ def _tests(
     for module in (kinds, parsers, scored):
         path = pathlib.Path(module.__file__ or "")
         found[f"{_LIBRARY}/{package}{path.name}"] = path.read_bytes()
-    if runner_name := runners.name(recipe):
-        found[scored.TOOLS] = _zip(runners.folder(runner_name))
     return found
 
 

@@ -42,7 +42,7 @@ def find(files: records.Files) -> Iterator[records.Recipe]:
         }
         if not tests:
             continue
-        for runner in _runners(b"".join(tests.values())):
+        for runner in _runners(b"".join(tests.values()), language):
             yield records.Recipe(
                 language=language,
                 runner=runner,
@@ -53,11 +53,11 @@ def find(files: records.Files) -> Iterator[records.Recipe]:
             )
 
 
-def _runners(text: bytes) -> Iterator[str]:
+def _runners(text: bytes, language: str) -> Iterator[str]:
     """Yields the runners that tests may be written for."""
     if b"node:test" in text:
         yield "node-test"
-    elif _TAPE.search(text):
+    elif _TAPE.search(text) and language == "javascript":
         yield "tape"
     else:
         if _CASES.search(text):

@@ -23,10 +23,7 @@ _PYTEST = "pytest"
 # TypeScript.
 _NPM = {
     "tape": ("tape@5.7.5",),
-    "mocha": (
-        *("mocha@10.8.2", "chai@4.5.0", "expect@29.7.0", "tsx@4.20.6"),
-        "tape@5.7.5",
-    ),
+    "mocha": ("mocha@10.8.2", "chai@4.5.0", "expect@29.7.0", "tsx@4.20.6"),
 }
 # Modules that tests of Jest and Vitest import; runner/mocha_ui.cjs has the functions.
 _STUBS = ("vitest", "@jest/globals")

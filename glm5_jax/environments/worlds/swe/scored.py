@@ -1,11 +1,14 @@
 """Scores an agent's package in a container of Harbor's, from a folder of tests.
 
 It stands alone beside kinds.py and parsers.py, as exported.py writes them: task.json
-has the task, hidden/ its tests, tools.zip a test runner. As in world.py, the agent's
-files are put over a fresh copy, and the tests and what steers them are put back.
+has the task, and hidden/ its tests. As in world.py, the agent's files are put over a
+fresh copy, and the tests and what steers them are put back. A test runner lies in an
+archive that the image has; one that was changed scores nothing.
 """
 
 import contextlib
+import hashlib
+import io
 import json
 import os
 import pathlib
@@ -21,7 +24,7 @@ from typing import Any
 
 from glm5_jax.environments.worlds.swe import kinds, parsers
 
-TASK, HIDDEN, TOOLS = "task.json", "hidden", "tools.zip"
+TASK, HIDDEN = "task.json", "hidden"
 _ENV = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "HOME": "/work",
@@ -41,8 +44,8 @@ def main(tests: str, reward: str) -> None:
     task = json.loads((folder / TASK).read_text(encoding="utf-8"))
     _renew(pathlib.Path(task["repo"]), folder, task)
     token = secrets.token_hex(16)
-    _prepare(folder, task, token)
-    log, problem = _run(task)
+    problem = _prepare(task, token)
+    log, problem = ("", problem) if problem else _run(task)
     outcomes: Mapping[str, str] = {}
     if not problem:
         how = {"parser": task["parser"], "is_guarded": task["is_guarded"]}
@@ -81,19 +84,22 @@ def _renew(repo: pathlib.Path, folder: pathlib.Path, task: Mapping[str, Any]) ->
     _write(repo, files)
 
 
-def _prepare(folder: pathlib.Path, task: Mapping[str, Any], token: str) -> None:
-    """Writes the files of the test runner."""
+def _prepare(task: Mapping[str, Any], token: str) -> str:
+    """Writes the files of the test runner, and returns what is wrong with it."""
     work = pathlib.Path(task["repo"]).parent
-    runner = work / pathlib.PurePosixPath(task["runner"][0][0]).parts[0]
+    runner = work / pathlib.PurePosixPath(task["token"]).parent
     shutil.rmtree(runner, ignore_errors=True)
     texts = {path: text.encode("latin-1") for path, text in task["runner"]}
     _write(work, {**texts, task["token"]: token.encode()})
-    if (folder / TOOLS).is_file():
-        with zipfile.ZipFile(folder / TOOLS) as opened:
-            opened.extractall(runner / "tools")
-        for path in (runner / "tools").rglob("*"):
-            if path.is_file() and path.read_bytes()[:4] == b"\x7fELF":
-                path.chmod(0o755)
+    if not task["tools"]:
+        return ""
+    archive = pathlib.Path(task["tools"]).read_bytes()
+    if hashlib.sha256(archive).hexdigest() != task["tools_sha256"]:
+        return "the test runner was changed"
+    with zipfile.ZipFile(io.BytesIO(archive)) as opened:
+        files = {name: opened.read(name) for name in opened.namelist()}
+    _write(runner / "tools", files)
+    return ""
 
 
 def _write(folder: pathlib.Path, files: Mapping[str, bytes]) -> None:
@@ -101,7 +107,7 @@ def _write(folder: pathlib.Path, files: Mapping[str, bytes]) -> None:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
-        path.chmod(0o755 if content.startswith(b"#!") else 0o644)
+        path.chmod(0o755 if content.startswith((b"#!", b"\x7fELF")) else 0o644)
 
 
 def _run(task: Mapping[str, Any]) -> tuple[str, str]:
