@@ -48,7 +48,7 @@ class OverlapTest(absltest.TestCase):
         root = pathlib.Path("/weights")
         model = served.Served(name="m", service=self.service, weights_root=root)
         self.updates = weight_updates.Updates(model)
-        begin = mock.Mock(side_effect=lambda _, path, __: self.read(path))
+        begin = mock.Mock(side_effect=lambda _, path, *__: self.read(path))
         self.enterContext(mock.patch.object(new_weights, "begin", begin))
 
     def read(self, path):
@@ -77,6 +77,8 @@ class OverlapTest(absltest.TestCase):
         self.updates.start()
         task = asyncio.create_task(self.update(name))
         while name not in self.coming:
+            if task.done():
+                await task  # has failed
             await asyncio.sleep(0.001)
         return task
 
