@@ -3,6 +3,7 @@
 import asyncio
 import http.client
 import json
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ Ask = Callable[
 _SECONDS = 600.0  # of an answer
 _BUSY = (408, 425, 429, 500, 502, 503, 504)  # answers that are worth another try
 _REFUSED = (400, 413, 422)  # of this request, such as one that is too long
+_BLOCK = re.compile(r"```(?:json)?[ \t]*\n(.*?)\n[ \t]*```", re.DOTALL)
 
 
 class RefusedError(config.InputError):
@@ -122,3 +124,29 @@ def _sent(message: messages.Message) -> messages.Message:
             arguments = json.dumps(arguments)
         turned.append({**call, "function": {**function, "arguments": arguments}})
     return {**message, "tool_calls": turned}
+
+
+def json_object(
+    text: str, most_characters: int, what: str = "the answer"
+) -> dict[str, Any]:
+    """Returns the JSON object that a model wrote: its last JSON block, or all of it.
+
+    Args:
+        text: of the answer.
+        most_characters: that the object may have.
+        what: the object is, for errors.
+
+    Raises:
+        ValueError: it wrote none, or a longer one.
+    """
+    blocks = _BLOCK.findall(text)
+    source = blocks[-1] if blocks else text
+    if len(source) > most_characters:
+        raise ValueError(f"{what} has more than {most_characters} characters")
+    try:
+        fields = json.loads(source)
+    except ValueError as error:
+        raise ValueError(f"{what} is no JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{what} is no JSON object")
+    return fields

@@ -199,13 +199,15 @@ class Orchestrator:
 
     def _ready(self) -> list[tuple[int, Group]] | None:
         """Returns the groups of the next step, if they are ready."""
-        for group in self.groups.drop_stale():
+        if dropped := self.groups.drop_stale():
             logging.warning(
-                "A group is dropped: weights drew it that are more than %d versions "
-                "(rl.max_staleness) older than its step's, so a server has missed "
-                "versions.",
+                "%d groups are dropped: weights drew them that are more than %d "
+                "versions (rl.max_staleness) older than their step's, so a server has "
+                "missed versions.",
+                len(dropped),
                 self.groups.max_staleness,
             )
+        for group in dropped:
             self._played.unused.extend({id(e): e for e in group}.values())
             self._played.counts["dropped_stale_groups"] += 1
             self._starving.lost(group[0].task.tag, "stale")

@@ -23,7 +23,9 @@ _CANARY = """for (const path of {paths}) {{
 """
 _OF_MOCHA = "it('must fail', () => { throw new Error('must fail'); });"
 _ALONE = "throw new Error('must fail');"
-_OLD_CANARY = "try { require('/work/repo'); } catch (e) {}\nrequire('assert')(false);\n"
+_CANARY_OF_REQUIRE = (
+    "try { require('/work/repo'); } catch (e) {}\nrequire('assert')(false);\n"
+)
 
 
 def find(files: records.Files) -> Iterator[records.Recipe]:
@@ -68,7 +70,7 @@ def _runners(text: bytes, language: str) -> Iterator[str]:
 def _canary(files: records.Files, language: str, runner: str) -> str:
     """Returns a test that loads the package and fails."""
     if language == "javascript" and runner != "mocha":
-        return _OLD_CANARY
+        return _CANARY_OF_REQUIRE
     paths = [
         path
         for path in files

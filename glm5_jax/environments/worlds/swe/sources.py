@@ -23,6 +23,7 @@ DEBIAN, NPM = "debian:", "npm:"
 _ADDITIONS = ".debian"  # the archive of a folder debian/
 _MAX_BYTES = 2**25  # of a whole package
 _SECONDS = 300
+_ASIDE = re.compile(r"\s*$|W:|npm warn|\[notice\]|WARNING", re.IGNORECASE)
 _DEBIAN_LIST = """Types: deb-src
 URIs: http://deb.debian.org/debian
 Suites: {suite}
@@ -221,8 +222,10 @@ def _run(command: list[str], what: str, folder: pathlib.Path | None = None) -> N
             command, cwd=folder, check=True, capture_output=True, timeout=_SECONDS
         )
     except (OSError, subprocess.SubprocessError) as error:
-        told = (getattr(error, "stderr", b"") or b"").decode(errors="replace")
-        reason = (told.strip().splitlines() or [str(error)])[-1]
+        is_ended = isinstance(error, subprocess.CalledProcessError)
+        told = error.stderr.decode(errors="replace") if is_ended else ""
+        lines = [line for line in told.splitlines() if not _ASIDE.match(line)]
+        reason = (lines or [str(error)])[-1]
         raise config.InputError(f"{what} was not to be fetched: {reason}") from error
 
 

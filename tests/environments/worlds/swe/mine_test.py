@@ -10,7 +10,13 @@ from unittest import mock
 from absl.testing import parameterized
 
 from glm5_jax import config
-from glm5_jax.environments.worlds.swe import command, mine, records, trials
+from glm5_jax.environments.worlds.swe import (
+    command,
+    mine,
+    records,
+    sources,
+    trials,
+)
 from tests import environment
 from tests.environments.worlds.swe import packages
 
@@ -34,6 +40,22 @@ class RecipeTest(parameterized.TestCase):
             given.return_value = found[1:]
             with self.assertRaisesRegex(config.InputError, "ruby need more"):
                 asyncio.run(mine.find_recipe(package, 1.0))
+
+
+class FetchTest(parameterized.TestCase):
+    @parameterized.named_parameters(
+        (
+            "asides",
+            "echo 'ERROR: no such version' >&2; echo 'WARNING: an old pip' >&2; exit 1",
+            "ERROR: no such version$",
+        ),
+        ("silence", "exit 3", "returned non-zero exit status 3"),
+        ("time", "echo late >&2; sleep 9", "timed out"),
+    )
+    def test_a_failure_tells_its_reason(self, script, reason):
+        self.enterContext(mock.patch.object(sources, "_SECONDS", 0.5))
+        with self.assertRaisesRegex(config.InputError, f"a==1 was not .*{reason}"):
+            sources._run(["sh", "-c", script], "a==1")
 
 
 @unittest.skipIf(packages.MISSING, packages.MISSING)

@@ -2,12 +2,11 @@
 
 import dataclasses
 import fnmatch
-import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from glm5_jax import messages
+from glm5_jax.environments import endpoint
 from glm5_jax.environments.worlds.swe import drivers, kinds, parsers, records
 
 # What a model may choose, with the parser of each. Java's and Go's are compiled
@@ -18,7 +17,6 @@ PARSERS = {
     **{"phpunit": "testdox", drivers.COMMAND: "tap"},
 }
 VALUE = "@VALUE@"  # of a canary: 1 where it must pass, 2 where it must fail
-_BLOCK = re.compile(r"```(?:json)?[ \t]*\n(.*?)\n[ \t]*```", re.DOTALL)
 _KEYS = (
     *("language", "runner", "parser", "files", "roots", "sources"),
     *("setup", "command", "canary"),
@@ -135,16 +133,7 @@ def read(text: str, files: records.Files) -> Answer:
     Raises:
         ValueError: it says nothing that can be tried.
     """
-    blocks = _BLOCK.findall(text)
-    source = blocks[-1] if blocks else text
-    if len(source) > _MOST_CHARACTERS:
-        raise ValueError(f"the answer has more than {_MOST_CHARACTERS} characters")
-    try:
-        fields = json.loads(source)
-    except ValueError as error:
-        raise ValueError(f"the answer is no JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise ValueError("the answer is no JSON object")
+    fields = endpoint.json_object(text, _MOST_CHARACTERS)
     if [*fields] == ["read"]:
         return Answer(read=_texts(fields, "read")[:_MOST_READ])
     if unknown := sorted(set(fields) - set(_KEYS)):

@@ -1,15 +1,13 @@
 """What a model is asked for, and how its answer becomes a draft of a task."""
 
-import json
 import pathlib
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from glm5_jax import messages
+from glm5_jax.environments import endpoint
 from glm5_jax.environments.worlds.terminal import draft as draft_lib
 
-_BLOCK = re.compile(r"```(?:json)?[ \t]*\n(.*?)\n[ \t]*```", re.DOTALL)
 _MOST_CHARACTERS = 100_000  # of a draft
 _MOST_CHECKS = 16
 _FEWEST_WRONG = 2
@@ -59,16 +57,7 @@ def read(text: str) -> draft_lib.Draft:
     Raises:
         ValueError: it has no such object, or a field is wrong.
     """
-    blocks = _BLOCK.findall(text)
-    source = blocks[-1] if blocks else text
-    if len(source) > _MOST_CHARACTERS:
-        raise ValueError(f"the draft has more than {_MOST_CHARACTERS} characters")
-    try:
-        fields = json.loads(source)
-    except ValueError as error:
-        raise ValueError(f"the draft is no JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise ValueError("the draft is no JSON object")
+    fields = endpoint.json_object(text, _MOST_CHARACTERS, "the draft")
     if unknown := sorted(set(fields) - set(_KEYS)):
         raise ValueError(f"the draft has unknown keys: {', '.join(unknown)}")
     solution = _text(fields, "solution")
