@@ -54,7 +54,7 @@ def parser(doc: str) -> tuple[argparse.ArgumentParser, Any]:
     """Returns the parser of a program, and what adds flags to all its subcommands."""
     common = argparse.ArgumentParser(add_help=False)
     add = common.add_argument
-    add("--layers", type=int, default=4, help="the first one without experts")
+    add("--layers", type=int, default=5, help="the first one without experts")
     add("--experts", type=int, default=32)
     add("--vocab", type=int, default=32768)
     add("--seconds", type=float, default=540, help="to give up after")
