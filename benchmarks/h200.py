@@ -2,8 +2,8 @@
 
     python benchmarks/h200.py --out=DIR --seconds=540
 
-runs what there is time for and, called again with the same DIR, the rest: a machine
-lent for 45 minutes in calls of ten takes five calls. Needs jax for CUDA, triton and
+runs what there is time for and, called again with the same DIR, the rest. Needs jax
+for CUDA, triton and
 jax-triton (the extra `gpu`); with torch, its own path is timed on the same card. Where
 they lie in a folder of their own, name it: PYTHONPATH=FOLDER. `--small` rehearses it
 anywhere.
@@ -15,6 +15,8 @@ rows/, one file a row, log/, what processes said, and table.md, rows.json and ti
 """
 
 import argparse
+import concurrent.futures
+import contextlib
 import itertools
 import os
 import pathlib
@@ -33,8 +35,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import h200_rows  # noqa: E402
 from h200_rows import Row  # noqa: E402
 
+from pallas_kernels.bench import measure  # noqa: E402
+
 CHILD = (sys.executable, str(ROOT / "benchmarks" / "h200_child.py"))
 ROW_SECONDS = 90  # that a row may take, the start of its process included
+CARD = "card"  # a file that the process locks which has the card
 AGAIN = h200_rows.AGAIN
 
 
@@ -44,6 +49,7 @@ def main(argv: list[str] | None = None, child: tuple[str, ...] = CHILD) -> int:
     add = parser.add_argument
     add("--out", type=pathlib.Path, required=True, help="a folder; rows in it are kept")
     add("--seconds", type=float, default=540, help="to stop after")
+    add("--jobs", type=int, default=4, help="processes: they compile side by side")
     add("--row_seconds", type=float, default=ROW_SECONDS, help="that a row may take")
     add("--only", default="", help="ops or phases: sparse_mla,values,baseline")
     add("--retry", action="store_true", help="rows that failed too")
@@ -86,27 +92,54 @@ def _is_waiting(out: pathlib.Path, row: Row, retry: bool) -> bool:
 def _run(
     rows: list[Row], args: argparse.Namespace, command: tuple[str, ...]
 ) -> Iterator[Row]:
-    """Rows as they end, one process for neighbours of one op."""
+    """Rows as they end, of some processes, each for neighbours of one op."""
     deadline = time.monotonic() + args.seconds
-    while rows and time.monotonic() < deadline:
-        same = list(itertools.takewhile(lambda r: r[:2] == rows[0][:2], rows))
-        options = ["--small"] if args.small else []
-        with (args.out / "log" / f"{same[0].op}.txt").open("a") as log:
-            child = subprocess.Popen(
-                [*command, str(args.out), *(row.name for row in same), *options],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                start_new_session=True,
-                # Torch has the same card, and memory of its own.
-                env={"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ},
-            )
-            try:
-                for row in _ended(child, same, args, deadline):
-                    rows.remove(row)
-                    yield row
-            finally:
-                _end(child)
+    groups = [list(same) for _, same in itertools.groupby(rows, lambda row: row[:2])]
+    ended: queue.Queue[Row] = queue.Queue()
+
+    def work(_: int) -> None:
+        while groups and time.monotonic() < deadline:
+            same = groups.pop(0)
+            while same and time.monotonic() < deadline:
+                for row in _of_child(same, args, command, deadline):
+                    same.remove(row)
+                    ended.put(row)
+
+    (args.out / CARD).touch()
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        workers = [pool.submit(work, i) for i in range(args.jobs)]
+        while not all(worker.done() for worker in workers) or not ended.empty():
+            with contextlib.suppress(queue.Empty):
+                yield ended.get(timeout=0.2)
+        for worker in workers:
+            worker.result()
+
+
+def _of_child(
+    rows: list[Row],
+    args: argparse.Namespace,
+    command: tuple[str, ...],
+    deadline: float,
+) -> Iterator[Row]:
+    """Runs rows in a process of their own; those that end."""
+    options = ["--small"] if args.small else []
+    with (args.out / "log" / f"{rows[0].op}.txt").open("a") as log:
+        child = subprocess.Popen(
+            [*command, str(args.out), *(row.name for row in rows), *options],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,
+            env={
+                "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # the others need memory
+                measure.CARD: str(args.out / CARD),
+                **os.environ,
+            },
+        )
+        try:
+            yield from _ended(child, list(rows), args, deadline)
+        finally:
+            _end(child)
 
 
 def _ended(

@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import fcntl
 import functools
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,6 +26,9 @@ TOLERANCE = 2e-2  # bfloat16 gradients, and keys swapped by rounding
 FLOAT32_TOLERANCE = 1e-3  # for kernels that multiply float32 exactly
 STEPS = 100  # decoding steps in a program
 MODES = ("fwd", "bwd", "det")
+# Of the environment: a file that a process locks to have the device alone, while others
+# compile for it.
+CARD = "PALLAS_BENCH_CARD"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,16 +130,40 @@ def ratio(row: dict[str, Any]) -> dict[str, float]:
     return {"ratio_to_xla": row["xla_ms"] / row["median_ms"]} if both else {}
 
 
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Waits for the device and has it alone, where CARD names a file for that."""
+    path = os.environ.get(CARD)
+    if path is None:
+        yield
+        return
+    with open(path, "rb") as card:
+        fcntl.flock(card, fcntl.LOCK_EX)
+        yield
+
+
+def _run(function: Callable, args: tuple) -> Any:
+    """Compiles a function, then runs it alone on the device."""
+    program = jax.jit(function).lower(*args).compile()
+    with alone():
+        return jax.block_until_ready(program(*args))
+
+
+def _made(job: Job) -> tuple[jax.Array, ...]:
+    with alone():
+        names = operations.OPERATIONS[job.op].inputs
+        return operations.make(job.case, names, job.pattern, job.lists)
+
+
 def kernel(job: Job, chip: chips.Chip | None) -> Iterator[dict[str, Any]]:
     """Times a job, then checks its values; yields a row part by part."""
     with _tried(job, chip):
         job = job.on(chip)
-        op, case = operations.OPERATIONS[job.op], job.case
-        args = operations.make(case, op.inputs, job.pattern, job.lists)
+        op, case, args = operations.OPERATIONS[job.op], job.case, _made(job)
         row = _timed(job, job.implementation, args, SAMPLES)
         yield row | (worth(job, chip, row["median_ms"]) if chip is not None else {})
         if job.mode == "fwd" and op.has_rows:
-            out = jax.jit(job.function(job.implementation, case))(*args)
+            out = _run(job.function(job.implementation, case), args)
             error = _error_of_last_rows(job, args, out)
         else:
             error = _error(job)
@@ -144,18 +173,16 @@ def kernel(job: Job, chip: chips.Chip | None) -> Iterator[dict[str, Any]]:
 def plain(job: Job, chip: chips.Chip | None) -> Iterator[dict[str, Any]]:
     """Times plain XLA on the same job."""
     job = job.on(chip)
-    names = operations.OPERATIONS[job.op].inputs
-    args = operations.make(job.case, names, job.pattern, job.lists)
-    yield {"xla_ms": _timed(job, _plain(job.op), args, 3)["median_ms"]}
+    yield {"xla_ms": _timed(job, _plain(job.op), _made(job), 3)["median_ms"]}
 
 
 def values(job: Job) -> dict[str, Any]:
     """Compares a job with the definition in all rows and with varied cotangents."""
     job = dataclasses.replace(job, varied=True)
-    names = operations.OPERATIONS[job.op].inputs
-    args = operations.make(job.case, names, job.pattern, job.lists)
-    got = jax.jit(job.function(job.implementation, job.case))(*args)
-    want = jax.jit(job.function("reference", job.case))(*args)
+    args = _made(job)
+    got = _run(job.function(job.implementation, job.case), args)
+    with jax.default_matmul_precision("highest"):  # not TF32, on a GPU
+        want = _run(job.function("reference", job.case), args)
     error = _largest(got, want)
     limit = TOLERANCE if job.case.dtype == "bfloat16" else FLOAT32_TOLERANCE
     return {"error": error, "is_wrong": not error < limit}
@@ -192,7 +219,8 @@ def _timed(job: Job, implementation: str | None, args: tuple, samples: int) -> A
 
     run = jax.jit(repeated if steps > 1 else function)
     program = run.lower(*args).compile()
-    times = _milliseconds(functools.partial(program, *args), samples)
+    with alone():
+        times = _milliseconds(functools.partial(program, *args), samples)
     memory = program.memory_analysis()
     temp_mib = memory.temp_size_in_bytes / 2**20 if memory else None
     return {k: v / steps for k, v in times.items()} | {"temp_mib": temp_mib}
@@ -281,8 +309,9 @@ def _error(job: Job) -> float:
     op, case = operations.OPERATIONS[job.op], _last(job.case)
     if op.inputs[0] == "rows":
         case = job.case
-    args = operations.make(case, op.inputs, job.pattern, job.lists)
-    got = jax.jit(job.function(job.implementation, case))(*args)
+    with alone():
+        args = operations.make(case, op.inputs, job.pattern, job.lists)
+    got = _run(job.function(job.implementation, case), args)
     return _largest(got, _wanted(job, case, args))
 
 
@@ -308,7 +337,7 @@ def _wanted(job: Job, case: Case, args: tuple) -> Any:
     """Computes expected values by the definition if scores fit, else by plain XLA."""
     scores = 4 * case.batch * case.queries * case.keys * case.heads
     name = "reference" if scores < DEFINITION_BYTES else _plain(job.op)
-    return jax.jit(job.function(name, case))(*args)
+    return _run(job.function(name, case), args)
 
 
 def _largest(got: Any, want: Any) -> float:

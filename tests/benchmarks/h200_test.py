@@ -1,9 +1,11 @@
 """The run of all kernels on a card: what crashes, hangs or fails costs its own row."""
 
+import fcntl
 import json
 import os
 import pathlib
 import sys
+import time
 from unittest import mock
 
 import pytest
@@ -16,6 +18,8 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import h200  # noqa: E402
 import h200_rows  # noqa: E402
+
+from pallas_kernels.bench import measure  # noqa: E402
 
 # A child that measures nothing, and does what FAULTS says of a row.
 CHILD = """
@@ -83,6 +87,24 @@ class FaultsTest(absltest.TestCase):
         code, mended = self.run_with({NEXT: "raise"}, only, "--retry")
         self.assertEqual(code, 0)
         self.assertTrue(all("failure" not in row for row in mended.values()))
+
+    def test_processes_run_side_by_side_and_use_the_card_in_turn(self):
+        """Two groups whose processes both wait a second end after one."""
+        only = "--only=time,sparse_mla,dense_attention"
+        faults = {TIMES[0]: "hang", NEXT: "hang"}
+        began = time.monotonic()
+        code, rows = self.run_with(faults, only, "--row_seconds=2", "--jobs=2")
+        self.assertLess(time.monotonic() - began, 3.9)
+        self.assertEqual(code, 1)
+        hung = {name for name, row in rows.items() if "failure" in row}
+        self.assertEqual(hung, set(faults))
+        card = self.out / h200.CARD
+        lock = fcntl.LOCK_EX | fcntl.LOCK_NB
+        named = mock.patch.dict(os.environ, {measure.CARD: str(card)})
+        with card.open("rb") as other:
+            with named, measure.alone(), self.assertRaises(BlockingIOError):
+                fcntl.flock(other, lock)
+            fcntl.flock(other, lock)
 
     def test_rows_that_time_cut_off_are_run_by_the_next_call(self):
         only = "--only=time,dense_attention"
