@@ -251,50 +251,31 @@ def _recorded(chip: chips.Chip) -> contextlib.AbstractContextManager:
     return triton_call.recorded()
 
 
-_TRITON_TYPES = {
-    "bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "bool": "i1",
-    "int8": "i8", "int32": "i32", "uint32": "u32", "int64": "i64",
-    "float8_e4m3fn": "fp8e4nv",
-}  # fmt: skip
-
-
 def gpu_kernel(launch: Any) -> GpuKernel:
-    """Compiles a `triton_call.Launch` for its GPU; returns what ptxas reports."""
+    """Compiles a `triton_gluon.Launch` for its GPU; returns what ptxas reports."""
     import triton
-    from triton.backends import compiler as backends
 
-    kernel = launch.kernel
-    names = kernel.arg_names[: len(launch.dtypes)]
-    types = [f"*{_TRITON_TYPES[dtype]}" for dtype in launch.dtypes]
-    source = triton.compiler.ASTSource(
-        fn=kernel,
-        signature=dict(zip(names, types, strict=True))
-        | dict.fromkeys(launch.constants, "constexpr"),
-        constexprs=launch.constants,
-        attrs={(i,): [["tt.divisibility", 16]] for i in range(len(names))},
-    )
+    from pallas_kernels import triton_gluon
+
     is_blackwell = launch.capability >= 100
     tools, suffix = triton.knobs.nvidia, "a" if launch.capability >= 90 else ""
     assembler = (tools.ptxas_blackwell if is_blackwell else tools.ptxas).path
     processor = f"--gpu-name=sm_{launch.capability}{suffix}"
-    with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
-        triton.knobs.cache.dir = folder  # jax-triton sets none
-        compiled = triton.compile(
-            source,
-            target=backends.GPUTarget("cuda", launch.capability, 32),
-            options={"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-            | ({} if is_blackwell else {"ptx_version": PTX_VERSION}),
-        )
+    options = {} if is_blackwell else {"ptx_version": PTX_VERSION}
+    compiled = triton_gluon.compiled(launch, **options)
+    with tempfile.TemporaryDirectory() as folder:
         ptx = pathlib.Path(folder) / "kernel.ptx"
         ptx.write_text(compiled.asm["ptx"])
         machine_code = ptx.with_suffix(".o")
         said = _output([assembler, "-v", processor, ptx, "-o", machine_code])
         sass = _output([tools.nvdisasm.path, "--print-code", machine_code])
-    products = aot_products.count(sass, compiled.asm["ttir"], launch.num_warps)
+    # Gluon's first representation is Triton's second.
+    source = compiled.asm["ttgir" if launch.kernel.is_gluon() else "ttir"]
+    products = aot_products.count(sass, source, launch.num_warps)
     number = lambda pattern: int(re.search(pattern, said).group(1))  # type: ignore
     spills = number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads")
     return GpuKernel(
-        name=kernel.__name__,
+        name=launch.kernel.__name__,
         registers=number(r"Used (\d+) registers"),
         spill_bytes=spills,
         shared_bytes=compiled.metadata.shared,
@@ -302,7 +283,7 @@ def gpu_kernel(launch: Any) -> GpuKernel:
         warps=launch.num_warps,
         capability=launch.capability,
         tensor_columns=getattr(compiled.metadata, "tmem_size", 0) or 0,
-        module=kernel.fn.__module__.removeprefix("pallas_kernels."),
+        module=launch.kernel.fn.__module__.removeprefix("pallas_kernels."),
         sizes=dict(launch.constants),
         programs=math.prod(launch.grid),
         products=products,

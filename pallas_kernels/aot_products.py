@@ -34,7 +34,7 @@ def count(sass: str, ttir: str, warps: int) -> Products:
 
     Args:
       sass: machine code as `nvdisasm --print-code` prints it.
-      ttir: Triton's first representation of its source.
+      ttir: Triton's first representation of its source, Gluon's of its own.
       warps: warps per program.
     """
     loops = _loops(sass, warps)
@@ -124,10 +124,17 @@ def _product(line: str, warps: int, constants: dict[str, int]) -> _Product | Non
     return f"{name} {rows}x{columns}x{depth}", flops
 
 
-def _dots(ttir: str) -> Iterator[int]:
-    """Yields the FLOPs of each dot of the source."""
-    tensor = r"tensor<(\d+)x(\d+)x\w+>"
-    for rows, depth, _, columns in re.findall(
-        rf"tt\.dot .*: {tensor} \* {tensor}", ttir
-    ):
-        yield 2 * int(rows) * int(depth) * int(columns)
+def _dots(source: str) -> Iterator[int]:
+    """Yields the FLOPs of each dot in the loops of the source."""
+    tile = r"\S*<(\d+)x(\d+)x\w+[^>]*>"
+    dot = re.compile(rf"(?:tt\.dot|warp_group_dot) .*: {tile} \* {tile}")
+    end = None  # of the outermost loop around a line
+    for line in source.splitlines():
+        if end is None and re.search(r"\bscf\.(for|while)\b", line):
+            end = re.match(r" *", line)[0] + "}"  # type: ignore
+        elif end is not None and line.startswith(end):
+            # A `while` goes on: "} do {".
+            end = None if not line.rstrip().endswith("{") else end
+        elif end is not None and (found := dot.search(line)):
+            rows, depth, _, columns = map(int, found.groups())
+            yield 2 * rows * depth * columns

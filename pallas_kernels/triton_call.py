@@ -5,7 +5,6 @@ its outputs as pointers.
 """
 
 import contextlib
-import dataclasses
 import functools
 import typing
 from collections.abc import Iterator, Sequence
@@ -13,28 +12,15 @@ from typing import Any
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import triton
 import triton.language as tl
 
-from pallas_kernels import capabilities, dispatch, mapped
+from pallas_kernels import capabilities, dispatch, mapped, triton_gluon, varying
+from pallas_kernels.triton_gluon import Launch
 
 FORGOTTEN = 77  # fills outputs before an interpreted kernel writes
-
-
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """A traced call, to compile and inspect."""
-
-    kernel: Any
-    dtypes: tuple[str, ...]  # of inputs and outputs
-    grid: tuple[int, ...]
-    num_warps: int
-    num_stages: int
-    constants: dict[str, Any]
-    capability: int  # compute capability of the GPU, 90 for 9.0
 
 
 class _Recorder(list[Launch]):
@@ -63,6 +49,11 @@ def recorded(*, replaces: bool = False) -> Iterator[list[Launch]]:
         _recorders.pop()
 
 
+def is_interpreted(interpret: bool) -> bool:
+    """Returns whether Triton's interpreter runs the launches that are traced now."""
+    return interpret and not any(recorder.replaces for recorder in _recorders)
+
+
 def call(
     kernel: Any,
     *inputs: jax.Array,
@@ -77,7 +68,7 @@ def call(
     """Runs `kernel[grid](*inputs, *outputs, **constants)`.
 
     Args:
-      kernel: decorated with `triton.jit`.
+      kernel: decorated with `triton.jit` or `gluon.jit`.
       *inputs: arrays.
       out_shape: shapes and types of the outputs.
       grid: programs along up to three axes.
@@ -94,9 +85,13 @@ def call(
     for recorder in _recorders:
         recorder.append(launch)
     if any(recorder.replaces for recorder in _recorders):
-        return [jnp.zeros(x.shape, x.dtype) for x in out_shape]
+        return [varying.zeros(x.shape, x.dtype, inputs) for x in out_shape]
     if interpret:
         run = functools.partial(_interpreted, launch, list(out_shape), zeroed_outputs)
+    elif kernel.is_gluon():
+        run = functools.partial(
+            triton_gluon.call, launch, list(out_shape), zeroed_outputs
+        )
     else:
         import jax_triton
 
@@ -111,7 +106,7 @@ def call(
             compute_capability=target,
             **constants,
         )
-    return mapped.one_by_one(run)(*inputs)
+    return varying.like(mapped.one_by_one(run)(*inputs), inputs)
 
 
 @triton.jit

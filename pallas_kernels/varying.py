@@ -19,6 +19,12 @@ def alike(tree: Any) -> Any:
     return jax.tree.map(lambda x: _along(axes, x) if _is_array(x) else x, tree)
 
 
+def like(tree: Any, arrays: Any) -> Any:
+    """Makes the results of a call that tells no axes vary along those of `arrays`."""
+    axes = _axes_of(arrays)
+    return jax.tree.map(lambda x: _along(axes, x), tree)
+
+
 def zeros(shape: tuple[int, ...], dtype: Any, like: Any) -> Array:
     """Returns zeros that vary along the same axes as the arrays `like`."""
     return _along(_axes_of(like), jnp.zeros(shape, dtype))

@@ -166,7 +166,8 @@ def _functions(
 def _is_compile_time(argument: ast.arg) -> bool:
     """A Triton kernel's sizes, which are parameters of its template."""
     kind = argument.annotation
-    return isinstance(kind, ast.Attribute) and ast.unparse(kind) == "tl.constexpr"
+    names = ("tl.constexpr", "gl.constexpr")
+    return isinstance(kind, ast.Attribute) and ast.unparse(kind) in names
 
 
 def _public(tree: ast.Module) -> Iterator[ast.AST]:
@@ -292,7 +293,8 @@ class BudgetTest(absltest.TestCase):
                 given = function.args
                 arguments = given.posonlyargs + given.args + given.kwonlyargs
                 counted = [a for a in arguments if not _is_compile_time(a)]
-                is_triton = "triton.jit" in map(ast.unparse, function.decorator_list)
+                decorators = {*map(ast.unparse, function.decorator_list)}
+                is_triton = not decorators.isdisjoint(("triton.jit", "gluon.jit"))
                 limit = MAX_TRITON_POINTERS if is_triton else MAX_ARGUMENTS
                 self.assertLessEqual(len(counted), limit, where)
 

@@ -87,6 +87,8 @@ def _of_matrices(sizes: dict[str, Any], case: Case) -> float:
 
 _RULES = {
     ("sparse_mla.gpu", "forward_kernel"): _of_lists,
+    ("sparse_mla.gpu_hopper", "forward_kernel"): _of_lists,
+    ("sparse_mla.gpu_hopper", "backward_kernel"): _of_lists,
     ("sparse_mla.gpu_backward", "dq_kernel"): _of_lists,
     ("sparse_mla.gpu_backward", "dkv_kernel"): _of_lists,
     ("indexer_kl.gpu_listed", "target_kernel"): _of_lists,

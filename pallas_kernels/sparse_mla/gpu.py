@@ -16,7 +16,7 @@ import triton.language as tl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import block_sizes, dispatch, triton_call
-from pallas_kernels.sparse_mla import gpu_backward
+from pallas_kernels.sparse_mla import gpu_backward, gpu_hopper
 
 KEYS_FLOAT32 = 16  # for tests: wider rows do not fit in shared memory
 FLOAT32_LATENT = 128
@@ -68,14 +68,18 @@ def sparse_mla(
 def _attend(q, kv, indices, scale, value_dim, deterministic, interpret):
     del deterministic
     batch, num_queries, num_heads, width = q.shape
+    kv, count = kv.astype(q.dtype), jnp.sum(indices >= 0, axis=-1, dtype=jnp.int32)
+    if gpu_hopper.suits(q, value_dim, interpret):
+        out, lse_BTN = gpu_hopper.forward(q, kv, indices, count, scale)
+        return out, lse_BTN.swapaxes(1, 2)
     tile = block_sizes.gpu().sparse_mla
     heads = gpu_backward.block_heads(num_heads, tile)
     out, lse_BTN = triton_call.call(
         _forward_kernel,
         q,
-        kv.astype(q.dtype),
+        kv,
         indices,
-        jnp.sum(indices >= 0, axis=-1, dtype=jnp.int32),
+        count,
         out_shape=[
             jax.ShapeDtypeStruct((*q.shape[:3], value_dim), q.dtype),
             jax.ShapeDtypeStruct(q.shape[:3], jnp.float32),

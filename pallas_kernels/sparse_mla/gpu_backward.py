@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import block_sizes, capabilities, triton_call
+from pallas_kernels.sparse_mla import gpu_hopper
 
 KEYS_FLOAT32 = 16
 CHUNK = 128  # columns of dkv at a time
@@ -58,6 +59,9 @@ def gradients(
         "D": min(CHUNK, out.shape[3]),
     }
     count = jnp.sum(indices >= 0, axis=-1, dtype=jnp.int32)
+    if not deterministic and gpu_hopper.suits(q, out.shape[3], interpret):
+        dq, dkv = gpu_hopper.backward(inputs, count, scale)
+        return dq, dkv.astype(dtype)
     dq = _dq(inputs, count, sizes, interpret)
     if deterministic:
         return dq, _dkv_in_order(inputs, dtype, sizes, interpret)

@@ -44,6 +44,27 @@ class ProductsTest(parameterized.TestCase):
         names = "36 HGMMA 64x32x16", "2 HGMMA 64x256x16"
         self.assertEqual(got.instructions, names)
 
+    def test_only_products_of_loops_are_asked_for(self):
+        """Gluon's source has some before and after its loop, and names memory."""
+        dot = (
+            "%s = ttng.warp_group_dot %q, %k, %z {isAsync = true} : !ttg.memdesc<64x576"
+            "xbf16, #shared, #smem, mutable> * !ttg.memdesc<576x32xbf16, #shared1, "
+            "#smem, mutable, 2x64x512> -> tensor<64x32xf32, #mma>"
+        )
+        source = f"""
+    {dot}
+    %r = scf.for %i = %c0 to %count step %c64 : i32 {{
+      {dot}
+      %p = scf.if %b -> (i32) {{
+        {dot}
+      }}
+    }} loc(#loc3)
+    {dot}
+"""
+        sass = listing(".L_x_0:", "HMMA.16816.F32.BF16 R4, R8, R2, R4", "BRA `(.L_x_0)")
+        got = aot_products.count(sass, source, warps=4)
+        self.assertEqual(got.asked_flops, 2 * SCORES)
+
     def test_every_warp_issues_its_products(self):
         sass = listing(
             ".L_x_0:",

@@ -36,7 +36,11 @@ OPS = (
 )
 WITHOUT_FLOAT8 = (80, 86)
 # Most bytes of registers that a thread stores and loads again.
-SPILLS = {(90, "sparse_mla", "det"): 8, (100, "sparse_mla", "det"): 52}
+SPILLS = {
+    (90, "sparse_mla", "bwd"): 552,  # addresses of products, the same in each step
+    (90, "sparse_mla", "det"): 8,
+    (100, "sparse_mla", "det"): 52,
+}
 # Most often that a kernel computes the products of its source, by op (docs/kernels.md):
 # in a tile of fewer rows than its warps cover, several compute the same ones.
 TIMES = {
@@ -46,6 +50,7 @@ TIMES = {
     ("dense_attention_bits", "_forward_kernel"): 1.5,
 }
 OTHER_TIMES = 1.04
+BY_HAND = 1.0  # with Gluon's layouts
 # Most that the instructions of an op multiply, over what its definition needs.
 ISSUED = {
     ("sparse_mla", "fwd"): 1.54,
@@ -63,6 +68,7 @@ ISSUED = {
     ("decode_indexer_topk", "fwd"): 1.01,
     ("decode_sparse_mla", "fwd"): 1.54,
 }
+ISSUED_BY_HAND = {(90, "sparse_mla", "fwd"): 1.01, (90, "sparse_mla", "bwd"): 1.01}
 
 
 def case_name(capability, op, mode):
@@ -135,9 +141,11 @@ def check(test, capability, op, mode):
         most = SPILLS.get((capability, op, mode), 0)
         test.assertLessEqual(kernel["spill_bytes"], most, kernel)
         most = TIMES.get((op, kernel["name"]), OTHER_TIMES)
+        most = BY_HAND if kernel["module"].endswith("hopper") else most
         test.assertLess(kernel["times"] or 0.0, most + 0.005, kernel)
     if "issued" in report:
-        test.assertBetween(report["issued"], 0.99, ISSUED[op, mode])
+        most = ISSUED_BY_HAND.get((capability, op, mode), ISSUED[op, mode])
+        test.assertBetween(report["issued"], 0.99, most)
 
 
 class FastestTest(parameterized.TestCase):

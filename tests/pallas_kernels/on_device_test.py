@@ -21,6 +21,14 @@ JOBS = [
     for case in cases.SMALL.values()
     if measure.runnable(op, mode)
 ]
+# Rows of GLM-5's width, for which Hopper has kernels of its own.
+WIDE = [
+    (f"{mode}_{case.name}_{heads}", mode, case, heads)
+    for mode in ("fwd", "bwd")
+    for case in cases.SMALL.values()
+    for heads in (64, 128)
+    if case.dtype == "bfloat16"
+]
 
 
 class OnDeviceTest(parameterized.TestCase):
@@ -28,6 +36,12 @@ class OnDeviceTest(parameterized.TestCase):
     @pytest.mark.gpu
     def test_gpu_equals_definition(self, op, mode, case):
         self.check(op, mode, case, "gpu")
+
+    @parameterized.named_parameters(*WIDE)
+    @pytest.mark.gpu
+    def test_attention_of_wide_rows_equals_definition(self, mode, case, heads):
+        wide = dataclasses.replace(case, heads=heads, latent=512)
+        self.check("sparse_mla", mode, wide, "gpu")
 
     @parameterized.named_parameters(
         job for job in JOBS if not job[1].startswith(NOT_ON_TPU)
