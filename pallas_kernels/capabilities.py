@@ -3,7 +3,7 @@
 A capability says what a kernel can rely on: products of the tensor cores, asynchronous
 copies, shared memory of a program. Each row was chosen by compiling GLM-5's shapes
 with Triton 3.6 for the capability (docs/kernels.md): every kernel fits the shared
-memory, and few registers are spilled. Nothing was timed.
+memory, and few registers are spilled. Only Hopper's were timed since.
 """
 
 import dataclasses

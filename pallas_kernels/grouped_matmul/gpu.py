@@ -4,8 +4,7 @@ The grid does not depend on the routing. ceil(M / ROWS) + E tiles of rows are en
 any group sizes. A table in memory holds each tile's group and end; unused tiles return
 at once. Eight tiles of rows run side by side over all columns, so that a matrix
 is read from HBM once for all tiles of its group, and a row once for all columns.
-Hopper's code was inspected (wgmma m64n256k16, copies of 16 bytes, no spills at GLM-5's
-sizes), not timed.
+On an H200 they reach 457 TFLOP/s forward at 256 rows an expert (docs/kernels.md).
 """
 
 import functools

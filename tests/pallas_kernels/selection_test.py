@@ -59,7 +59,7 @@ class SelectionFormsTest(parameterized.TestCase):
         form.assert_called_once_with(args[1].shape[1])
 
     @parameterized.parameters(
-        ("h200", 16384),
+        ("h200", 8192),
         ("v5p", 36864),
         ("v6e", 131072),
         ("tpu7x", 131072),
