@@ -177,15 +177,31 @@ def plain(job: Job, chip: chips.Chip | None) -> Iterator[dict[str, Any]]:
 
 
 def values(job: Job) -> dict[str, Any]:
-    """Compares a job with the definition in all rows and with varied cotangents."""
+    """Compares a job with the definition in all rows and with varied cotangents.
+
+    The definition runs on the host if jax may use it (JAX_PLATFORMS=cuda,cpu), and need
+    not be compiled for the device.
+    """
     job = dataclasses.replace(job, varied=True)
     args = _made(job)
     got = _run(job.function(job.implementation, job.case), args)
-    with jax.default_matmul_precision("highest"):  # not TF32, on a GPU
+    with contextlib.ExitStack() as host:
+        if (cpu := _host()) is not None:
+            host.enter_context(jax.default_device(cpu))
+            got, args = jax.device_put((got, args), cpu)
+        # Not TF32, on a GPU.
+        host.enter_context(jax.default_matmul_precision("highest"))
         want = _run(job.function("reference", job.case), args)
-    error = _largest(got, want)
+        error = _largest(got, want)
     limit = TOLERANCE if job.case.dtype == "bfloat16" else FLOAT32_TOLERANCE
     return {"error": error, "is_wrong": not error < limit}
+
+
+def _host() -> jax.Device | None:
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX_PLATFORMS does not name it
+        return None
 
 
 def worth(job: Job, chip: chips.Chip, milliseconds: float) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Kernels on the chip that they are for, against the definition.
 
-JAX_PLATFORMS=cuda JAX_DISABLE_MOST_OPTIMIZATIONS=0 python -m pytest -m gpu
-JAX_PLATFORMS=tpu JAX_DISABLE_MOST_OPTIMIZATIONS=0 python -m pytest -m tpu
+JAX_PLATFORMS=cuda,cpu JAX_DISABLE_MOST_OPTIMIZATIONS=0 python -m pytest -m gpu
+JAX_PLATFORMS=tpu,cpu JAX_DISABLE_MOST_OPTIMIZATIONS=0 python -m pytest -m tpu
 """
 
 import dataclasses
