@@ -246,8 +246,7 @@ def update_if_finite(
     The run aborts after health.max_skipped_in_a_row skipped updates whose gradient was
     not finite. Arithmetic is float32.
     """
-    grads = _in_float32(grads)
-    norm = _trained_norm(optimizer, grads)  # of what the stage trains
+    norm = _trained_norm(optimizer, _in_float32(grads))  # of what the stage trains
     is_finite = jnp.isfinite(norm)
     is_applied = is_finite & is_allowed
     # num_calls = num_updates + skipped_total: the schedule ends with the run. In the
@@ -255,7 +254,8 @@ def update_if_finite(
     rate = jnp.asarray(optimizer.learning_rate(state.num_calls))
 
     def apply() -> tuple[optax.Params, optax.OptState]:
-        clipped = _clipped(grads, norm, optimizer.clip_norm)
+        # Converted here, one after the other: of all, they would be kept together.
+        clipped = _clipped(_in_float32(grads), norm, optimizer.clip_norm)
         updates, inner = _transformed(optimizer, clipped, state.inner, params)
         # Muon's are -(S + weight_decay W), AdamW's alike; those of frozen ones are 0.
         updates = jax.tree.map(lambda u: rate * u, updates)

@@ -306,6 +306,16 @@ class UpdateIfFiniteTest(parameterized.TestCase):
         self.assertEqual(memory.alias_size_in_bytes, kept)
         self.assertLess(memory.temp_size_in_bytes, 0.05 * kept)
 
+    def test_gradients_become_float32_where_they_are_used(self):
+        """An operand of the cond is kept as a whole: those would be all gradients."""
+        opt, params = make(), random_tree(0)
+        grads = random_tree(1, dtype=jnp.bfloat16)
+        step = lambda p, s, g: optimizer.update_if_finite(opt, g, s, p)
+        traced = jax.make_jaxpr(step)(params, opt.init(params), grads)
+        [cond] = [e for e in traced.eqns if e.primitive.name == "cond"]
+        got = collections.Counter(str(x.aval.dtype) for x in cond.invars if x.aval.ndim)
+        self.assertEqual(got["bfloat16"], len(jax.tree.leaves(grads)))
+
 
 class ShardedTest(parameterized.TestCase):
     def test_sharded_is_unsharded(self):
