@@ -8,6 +8,7 @@ once and run together, as if they were one file.
 
 import functools
 import hashlib
+import os
 import pathlib
 import re
 import shlex
@@ -240,9 +241,11 @@ def _classes(recipe: records.Recipe) -> list[str]:
 def missing(recipe: records.Recipe) -> str:
     """Returns what this machine lacks to run a recipe's tests, "" if nothing."""
     program, _ = _PROGRAMS.get(recipe.runner, _PYTHON)
-    if shutil.which(program, path="/usr/bin:/usr/local/bin"):
-        return ""
-    return f"{program} is not in /usr/bin; install {packages(recipe)}"
+    if not shutil.which(program, path="/usr/bin:/usr/local/bin"):
+        return f"{program} is not in /usr/bin; install {packages(recipe)}"
+    jars = _JARS.split(":") if recipe.runner == "junit" else []
+    lacking = [jar for jar in jars if not os.path.exists(jar)]
+    return f"{lacking[0]} is missing; install {packages(recipe)}" if lacking else ""
 
 
 def packages(recipe: records.Recipe) -> str:

@@ -116,6 +116,15 @@ class RecipesTest(parameterized.TestCase):
         ):
             asyncio.run(trials.run(files_of("php"), recipe_of("php")))
 
+    def test_a_compiler_without_its_framework_is_named(self):
+        """Debian's JDK comes without JUnit."""
+        with (
+            mock.patch.object(drivers.shutil, "which", return_value="/usr/bin/javac"),
+            mock.patch.object(drivers.os.path, "exists", return_value=False),
+        ):
+            reason = drivers.missing(recipe_of("java"))
+        self.assertRegex(reason, "junit4.jar is missing; install .*junit4")
+
 
 def lacking(language):
     if missing := packages.MISSING or drivers.missing(recipe_of(language)):
