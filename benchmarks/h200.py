@@ -3,10 +3,9 @@
     python benchmarks/h200.py --out=DIR --seconds=540
 
 runs what there is time for and, called again with the same DIR, the rest. Needs jax
-for CUDA, triton and
-jax-triton (the extra `gpu`); with torch, its own path is timed on the same card. Where
-they lie in a folder of their own, name it: PYTHONPATH=FOLDER. `--small` rehearses it
-anywhere.
+for CUDA, triton and jax-triton (the extra `gpu`); with torch, its own path is timed on
+the same card. Where they lie in a folder of their own, name it: PYTHONPATH=FOLDER.
+`--small` rehearses it anywhere.
 
 An op runs in a process of its own (h200_child.py), which is ended when a row takes too
 long and started again behind a row that ended it: an illegal address or a hang costs
@@ -41,6 +40,8 @@ CHILD = (sys.executable, str(ROOT / "benchmarks" / "h200_child.py"))
 ROW_SECONDS = 90  # that a row may take, the start of its process included
 CARD = "card"  # a file that the process locks which has the card
 AGAIN = h200_rows.AGAIN
+SILENCE = "silence"  # instead of a line
+TICK = 0.2  # seconds between looks at the card's file
 
 
 def main(argv: list[str] | None = None, child: tuple[str, ...] = CHILD) -> int:
@@ -94,25 +95,32 @@ def _run(
 ) -> Iterator[Row]:
     """Rows as they end, of some processes, each for neighbours of one op."""
     deadline = time.monotonic() + args.seconds
-    groups = [list(same) for _, same in itertools.groupby(rows, lambda row: row[:2])]
+    groups: queue.SimpleQueue[list[Row]] = queue.SimpleQueue()
+    for _, same in itertools.groupby(rows, lambda row: row[:2]):
+        groups.put(list(same))
     ended: queue.Queue[Row] = queue.Queue()
+    stop = threading.Event()
 
-    def work(_: int) -> None:
-        while groups and time.monotonic() < deadline:
-            same = groups.pop(0)
-            while same and time.monotonic() < deadline:
-                for row in _of_child(same, args, command, deadline):
-                    same.remove(row)
-                    ended.put(row)
+    def work() -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                same = groups.get_nowait()
+                while same and not stop.is_set() and time.monotonic() < deadline:
+                    for row in _of_child(same, args, command, deadline, stop):
+                        same.remove(row)
+                        ended.put(row)
 
-    (args.out / CARD).touch()
+    (args.out / CARD).write_text("")  # the process that has the card writes its number
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        workers = [pool.submit(work, i) for i in range(args.jobs)]
-        while not all(worker.done() for worker in workers) or not ended.empty():
-            with contextlib.suppress(queue.Empty):
-                yield ended.get(timeout=0.2)
-        for worker in workers:
-            worker.result()
+        try:
+            workers = [pool.submit(work) for _ in range(args.jobs)]
+            while not all(worker.done() for worker in workers) or not ended.empty():
+                with contextlib.suppress(queue.Empty):
+                    yield ended.get(timeout=0.2)
+            for worker in workers:
+                worker.result()
+        finally:
+            stop.set()
 
 
 def _of_child(
@@ -120,6 +128,7 @@ def _of_child(
     args: argparse.Namespace,
     command: tuple[str, ...],
     deadline: float,
+    stop: threading.Event,
 ) -> Iterator[Row]:
     """Runs rows in a process of their own; those that end."""
     options = ["--small"] if args.small else []
@@ -137,35 +146,55 @@ def _of_child(
             },
         )
         try:
-            yield from _ended(child, list(rows), args, deadline)
+            yield from _ended(child, list(rows), args, deadline, stop)
         finally:
             _end(child)
 
 
 def _ended(
-    child: subprocess.Popen, rows: list[Row], args: argparse.Namespace, deadline: float
+    child: subprocess.Popen,
+    rows: list[Row],
+    args: argparse.Namespace,
+    deadline: float,
+    stop: threading.Event,
 ) -> Iterator[Row]:
     """Rows that the child ends, and then the one that ends the child."""
     lines: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_read, args=(child.stdout, lines), daemon=True).start()
     for row in rows:
-        limit = min(args.row_seconds, max(deadline - time.monotonic(), 0))
-        try:
-            line = lines.get(timeout=limit)
-        except queue.Empty:
-            if limit < args.row_seconds:
-                return  # it had less time than others: the next call runs it
-            line, why = "", f"no answer after {limit:.0f} s"
-        else:
-            why = f"its process ended with {_reason(child, line)}"
-        if line == AGAIN:
-            return  # the row before this one may have poisoned the process
+        line = _answer(child, lines, args, deadline, stop)
+        if line is None or line == AGAIN:
+            return  # the next call runs it; or its process may be poisoned
         if line != row.name:
+            why = f"no answer after {args.row_seconds:.0f} s"
+            if line != SILENCE:
+                why = f"its process ended with {_reason(child, line)}"
             failure = f"{why}: see log/{row.op}.txt"
             h200_rows.write(args.out, row, {"failure": failure, "is_done": True})
             yield row
             return
         yield row
+
+
+def _answer(
+    child: subprocess.Popen,
+    lines: queue.Queue[str],
+    args: argparse.Namespace,
+    deadline: float,
+    stop: threading.Event,
+) -> str | None:
+    """Returns what the child says next; SILENCE, or None if it is not to blame."""
+    waited = 0.0
+    while not stop.is_set() and time.monotonic() < deadline:
+        with contextlib.suppress(queue.Empty):
+            line = lines.get(timeout=TICK)
+            return None if stop.is_set() else line
+        # It may wait for the card, as long as all others have it.
+        has_card = (args.out / CARD).read_text() == str(child.pid)
+        waited += TICK if has_card else TICK / args.jobs
+        if waited > args.row_seconds:
+            return SILENCE
+    return None
 
 
 def _read(stream: Any, lines: queue.Queue) -> None:

@@ -29,12 +29,12 @@ class Products:
         return self.issued_flops / self.asked_flops if self.issued_flops else None
 
 
-def count(sass: str, ttir: str, warps: int) -> Products:
+def count(sass: str, source: str, warps: int) -> Products:
     """Counts the products of a kernel.
 
     Args:
       sass: machine code as `nvdisasm --print-code` prints it.
-      ttir: Triton's first representation of its source, Gluon's of its own.
+      source: TTIR of a Triton kernel, TTGIR of a Gluon kernel.
       warps: warps per program.
     """
     loops = _loops(sass, warps)
@@ -44,7 +44,7 @@ def count(sass: str, ttir: str, warps: int) -> Products:
     issued = sum(flops for loop in loops for _, flops in loop)
     return Products(
         issued_flops=issued // len(loops),
-        asked_flops=sum(_dots(ttir)) // len(loops),
+        asked_flops=sum(_dots(source)) // len(loops),
         instructions=tuple(f"{n // len(loops)} {k}" for k, n in found.items()),
     )
 

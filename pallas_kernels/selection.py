@@ -21,7 +21,7 @@ from pallas_kernels import chips, dispatch
 
 LANES = 128
 # From so many keys on, gathering listed rows should beat a dense product in
-# training, by chip: timed on the h200, computed for the others
+# training, by chip: between times of two lengths on the h200, computed for the others
 # (docs/design/0004-one-seam-for-kernels.md).
 LISTS_FROM = {"v5p": 36864, "v6e": 131072, "tpu7x": 131072, "h200": 8192}
 UNKNOWN_LISTS_FROM = 32768  # for other chips

@@ -6,6 +6,7 @@ author chooses layouts, is compiled here, into what jax-triton hands to XLA.
 
 import dataclasses
 import tempfile
+import threading
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +25,8 @@ TYPES = {
 }  # fmt: skip
 
 _binaries: dict[str, tuple[str, int, str]] = {}  # what `_binary` returned, by launch
+# Triton's cache has one folder a process, while a trainer and an engine trace at once.
+_compiling = threading.RLock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +54,8 @@ def compiled(launch: Launch, **options: Any) -> Any:
         constexprs=launch.constants,
         attrs={(i,): [["tt.divisibility", ALIGNMENT]] for i in range(len(names))},
     )
-    with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
+    folders = tempfile.TemporaryDirectory()
+    with _compiling, folders as folder, triton.knobs.cache.scope():
         triton.knobs.cache.dir = folder  # jax-triton sets none
         return triton.compile(
             source,
@@ -105,8 +109,9 @@ def _opaque(
 def _binary(launch: Launch) -> tuple[str, int, str]:
     """Returns a kernel's name, bytes of shared memory and PTX; compiled once."""
     program = repr(dataclasses.replace(launch, grid=()))
-    if program not in _binaries:
-        kernel = compiled(launch)
-        found = kernel.metadata.name, kernel.metadata.shared, kernel.asm["ptx"]
-        _binaries[program] = found
-    return _binaries[program]
+    with _compiling:
+        if program not in _binaries:
+            kernel = compiled(launch)
+            found = kernel.metadata.name, kernel.metadata.shared, kernel.asm["ptx"]
+            _binaries[program] = found
+        return _binaries[program]

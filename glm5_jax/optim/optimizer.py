@@ -254,7 +254,7 @@ def update_if_finite(
     rate = jnp.asarray(optimizer.learning_rate(state.num_calls))
 
     def apply() -> tuple[optax.Params, optax.OptState]:
-        # Converted here, one after the other: of all, they would be kept together.
+        # Here, because operands of the cond are kept: all gradients in float32.
         clipped = _clipped(_in_float32(grads), norm, optimizer.clip_norm)
         updates, inner = _transformed(optimizer, clipped, state.inner, params)
         # Muon's are -(S + weight_decay W), AdamW's alike; those of frozen ones are 0.

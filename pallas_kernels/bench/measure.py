@@ -137,8 +137,11 @@ def alone() -> Iterator[None]:
     if path is None:
         yield
         return
-    with open(path, "rb") as card:
+    with open(path, "r+") as card:
         fcntl.flock(card, fcntl.LOCK_EX)
+        card.write(str(os.getpid()))
+        card.truncate()
+        card.flush()
         yield
 
 
@@ -183,15 +186,18 @@ def values(job: Job) -> dict[str, Any]:
     not be compiled for the device.
     """
     job = dataclasses.replace(job, varied=True)
-    args = _made(job)
+    args, cpu = _made(job), _host()
     got = _run(job.function(job.implementation, job.case), args)
-    with contextlib.ExitStack() as host:
-        if (cpu := _host()) is not None:
-            host.enter_context(jax.default_device(cpu))
-            got, args = jax.device_put((got, args), cpu)
-        # Not TF32, on a GPU.
-        host.enter_context(jax.default_matmul_precision("highest"))
-        want = _run(job.function("reference", job.case), args)
+    definition = job.function("reference", job.case)
+    with jax.default_matmul_precision("highest"):  # not TF32, on a GPU
+        if cpu is None:
+            want = _run(definition, args)
+        else:
+            with alone():
+                got, args = jax.device_put((got, args), cpu)
+            with jax.default_device(cpu):
+                want = jax.jit(definition)(*args)
+    with alone() if cpu is None else jax.default_device(cpu):
         error = _largest(got, want)
     limit = TOLERANCE if job.case.dtype == "bfloat16" else FLOAT32_TOLERANCE
     return {"error": error, "is_wrong": not error < limit}
@@ -328,7 +334,9 @@ def _error(job: Job) -> float:
     with alone():
         args = operations.make(case, op.inputs, job.pattern, job.lists)
     got = _run(job.function(job.implementation, case), args)
-    return _largest(got, _wanted(job, case, args))
+    want = _wanted(job, case, args)
+    with alone():
+        return _largest(got, want)
 
 
 def _error_of_last_rows(job: Job, args: tuple, out: Any) -> float:
@@ -341,8 +349,11 @@ def _error_of_last_rows(job: Job, args: tuple, out: Any) -> float:
 
     names = operations.OPERATIONS[job.op].inputs
     pairs = zip(names, args, strict=True)
-    part = tuple(last(x) if n in operations.OF_QUERIES else x for n, x in pairs)
-    return _largest(jax.tree.map(last, out), _wanted(job, case, part))
+    with alone():
+        part = tuple(last(x) if n in operations.OF_QUERIES else x for n, x in pairs)
+    want = _wanted(job, case, part)
+    with alone():
+        return _largest(jax.tree.map(last, out), want)
 
 
 def _last(case: Case) -> Case:

@@ -1,7 +1,8 @@
 """The gradient of `sparse_mla` on GPUs: one kernel for dq and one for dkv.
 
-A single kernel would spill (accumulators of dq fill half of the registers) and spilled
-bytes go through L2, so both kernels compute the scores. Every query adds to the rows of
+A single one of Triton's would spill (accumulators of dq fill half of the registers) and
+spilled bytes go through L2, so both kernels compute the scores; on Hopper gpu_hopper.py
+has one for both. Every query adds to the rows of
 dkv that it lists, with atomics in float32. If deterministic, each program adds to its
 own array, and these arrays are summed in order.
 """

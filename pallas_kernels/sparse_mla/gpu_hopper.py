@@ -55,7 +55,7 @@ def suits(q: Array, value_dim: int, interpret: bool) -> bool:
     return (
         dispatch.capability() == capabilities.HOPPER
         and not triton_call.is_interpreted(interpret)
-        and q.dtype in (jnp.bfloat16, jnp.float16)
+        and q.dtype == jnp.bfloat16
         and (value_dim, q.shape[-1] - value_dim) == (LATENT, ROPE)
         and q.shape[2] % HEADS == 0
     )
@@ -243,7 +243,7 @@ def _backward_kernel(
         dq_c, dq_r = hopper.warpgroup_mma_wait(2, deps=[dq_c, dq_r])
         gl.thread_barrier()  # all warps have read the rows that are replaced
         _copy_keys(kv_ptr, lists.index(1 - now), kv_c, kv_r, C, R)
-        # Behind a list's end gradients are zeros, for the row of its last key.
+        # Padding repeats the last key, with gradients of zero.
         key = gl.maximum(lists.index(now).load(gl.SliceLayout(1, _BY_FOUR)), 0)
         place = dkv_ptr + (key * (C + R))[:, None] + four
         _add_rows(place, part, d_scores_s, probs_s, q_c, q_r, d_out, C, D)
@@ -301,7 +301,7 @@ def _copy_keys(ptr, list_s, smem_c, smem_r, C: gl.constexpr, R: gl.constexpr):
 @gluon.jit
 @typing.no_type_check
 def _copy_list(ptr, first, count, smem, KEYS: gl.constexpr):
-    # Behind a list's end its last entry comes again; nobody counts it.
+    # Padding repeats the last key; its weight is zero.
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     k = gl.minimum(first + gl.arange(0, KEYS, flat), gl.maximum(count - 1, 0))
     hopper.async_copy.async_copy_global_to_shared(smem, ptr + k)
