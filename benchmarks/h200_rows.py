@@ -55,7 +55,14 @@ TRIALS = (
 )
 SLOWEST = 4096  # tokens at which plain XLA is timed; a gradient at 32K takes 18 s
 BASELINE = 32768  # ... and at which the forward pass is
-TORCH = ("dense_attention", "indexer_topk", "sparse_mla")
+# Ops that torch has, and the most tokens of their gradients.
+TORCH = {
+    "dense_attention": BASELINE,
+    "dense_attention_bits": SLOWEST,
+    "grouped_matmul": BASELINE,
+    "indexer_topk": BASELINE,
+    "sparse_mla": SLOWEST,
+}
 FASTER = 0.97  # than this much of the time: less is noise
 PHASES = ("ceiling", "values", "time", "baseline", "torch", "trial")
 CEILINGS = ("matmul", "copy")
@@ -108,8 +115,8 @@ def _planned() -> Iterator[Row]:
         if with_baseline and (row.length <= most or row.op.startswith("decode")):
             yield row._replace(phase="baseline")
     for row, _ in timed:
-        is_torch = row.op in TORCH and row.length <= BASELINE
-        if is_torch and (row.mode == "fwd" or row.op == "dense_attention"):
+        most = BASELINE if row.mode == "fwd" else TORCH.get(row.op, 0)
+        if row.op in TORCH and row.mode != "det" and row.length <= most:
             yield row._replace(phase="torch")
     for op, length, mode, entries in TRIALS:
         yield from (Row("trial", op, length, mode, blocks) for blocks in entries)
