@@ -34,10 +34,12 @@ JOBS = (
 # Other block sizes that compile for it; what wins belongs into
 # pallas_kernels/capabilities.py.
 TRIALS = (
-    ("sparse_mla", 32768, "fwd", ("sparse_mla=64,32,8,2", "sparse_mla=64,32,8,3")),
-    ("sparse_mla", 32768, "bwd", ("sparse_mla_dq=64,32,8,1",)),
-    ("sparse_mla", 32768, "bwd", ("sparse_mla_dq=64,16,8,3",)),
-    ("sparse_mla", 32768, "bwd", ("sparse_mla_dkv=64,64,8,1",)),
+    (
+        "sparse_mla",
+        32768,
+        "det",
+        ("sparse_mla_dq=64,32,8,1", "sparse_mla_dq=64,16,8,3"),
+    ),
     (
         "dense_attention",
         32768,

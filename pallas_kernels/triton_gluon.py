@@ -76,7 +76,6 @@ def call(
     run = jax.ffi.ffi_call(
         TARGET,
         out_shape,
-        vmap_method="sequential",
         custom_call_api_version=2,
         legacy_backend_config=opaque,
     )

@@ -28,6 +28,7 @@ HEADS, KEYS = 64, 64  # of a program, and of a step
 COLUMNS = 64  # of the rows' gradients, multiplied and added at a time; as many as ROPE
 WARPS = 8
 LOG2_E = math.log2(math.e)
+_LOG2_E, _LN_2 = gl.constexpr(LOG2_E), gl.constexpr(math.log(2))
 
 # Copies of 16 bytes: a warp takes 256 columns of a row, or four rows of 64 columns.
 _WIDE = gl.constexpr(gl.BlockedLayout([8, 8], [1, 32], [8, 1], [1, 0]))
@@ -185,7 +186,7 @@ def _forward_kernel(
 
     total = gl.sum(sums, 1)
     safe = gl.where(total > 0, total, 1.0)
-    lse = gl.where(total > 0, (top + gl.log2(safe)) * 0.6931471805599453, 0.0)
+    lse = gl.where(total > 0, (top + gl.log2(safe)) * _LN_2, 0.0)
     gl.store(lse_ptr + at + gl.arange(0, HEADS, gl.SliceLayout(1, _OF_64)), lse)
     safe = gl.convert_layout(safe, gl.SliceLayout(1, _OF_512))
     _store(out_ptr + at * C, out / safe[:, None], C, _OF_512)
@@ -219,7 +220,7 @@ def _backward_kernel(
     _copy(d_out_ptr + at * C, head * C, d_out, C, _WIDE)
     _copy_keys(kv_ptr, lists.index(0), kv_c, kv_r, C, R)
     head = gl.arange(0, HEADS, gl.SliceLayout(1, _OF_64))
-    lse = (gl.load(lse_ptr + at + head) * 1.4426950408889634)[:, None]
+    lse = (gl.load(lse_ptr + at + head) * _LOG2_E)[:, None]
     shift = gl.load(shift_ptr + at + head)[:, None]
     dq_c = gl.zeros([HEADS, C], gl.float32, _OF_512)
     dq_r = gl.zeros([HEADS, R], gl.float32, _OF_64)
@@ -232,7 +233,7 @@ def _backward_kernel(
         scores = _scores(q_c, q_r, kv_c, kv_r)
         d_probs = _product(d_out, kv_c.permute((1, 0)))
         scores, d_probs = hopper.warpgroup_mma_wait(0, deps=[scores, d_probs])
-        probs = gl.exp2(scores * (SCALE * 1.4426950408889634) - lse)
+        probs = gl.exp2(scores * (SCALE * _LOG2_E) - lse)
         probs = gl.where(first + column < count, probs, 0.0)
         probs_s.store(probs.to(q_c.dtype))
         d_scores_s.store((probs * (d_probs - shift) * SCALE).to(q_c.dtype))

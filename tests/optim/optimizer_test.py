@@ -313,8 +313,12 @@ class UpdateIfFiniteTest(parameterized.TestCase):
         step = lambda p, s, g: optimizer.update_if_finite(opt, g, s, p)
         traced = jax.make_jaxpr(step)(params, opt.init(params), grads)
         [cond] = [e for e in traced.eqns if e.primitive.name == "cond"]
-        got = collections.Counter(str(x.aval.dtype) for x in cond.invars if x.aval.ndim)
+        shapes = {x.shape for x in jax.tree.leaves(params)}
+        arrays = [x.aval for x in cond.invars if x.aval.shape in shapes]
+        got = collections.Counter(str(x.dtype) for x in arrays)
         self.assertEqual(got["bfloat16"], len(jax.tree.leaves(grads)))
+        kept = [x for x in jax.tree.leaves((params, opt.init(params))) if x.ndim]
+        self.assertEqual(got["float32"], len(kept))
 
 
 class ShardedTest(parameterized.TestCase):

@@ -8,7 +8,6 @@ once and run together, as if they were one file.
 
 import functools
 import hashlib
-import os
 import pathlib
 import re
 import shlex
@@ -34,9 +33,9 @@ HOME = "/work/runner"
 _TOKEN = f"{HOME}/token"
 _TESTS = "tests"  # the file that all tests of a runner of _TOGETHER are
 _TOGETHER = ("junit", "go")
-_JARS = "/usr/share/java/junit4.jar:/usr/share/java/hamcrest-core.jar"
+_JARS = ("/usr/share/java/junit4.jar", "/usr/share/java/hamcrest-core.jar")
 # JUnit before the package, what else is installed behind it.
-_CLASS_PATH = f"-cp {_JARS}:/tmp/classes:'/usr/share/java/*'"
+_CLASS_PATH = f"-cp {':'.join(_JARS)}:/tmp/classes:'/usr/share/java/*'"
 
 # What TypeScript is loaded by.
 _HOOKS = "--import file://$tools/node_modules/tsx/dist/loader.mjs"
@@ -107,6 +106,7 @@ _FILES = {
     "phpunit": ("autoload.php",),
     "mocha": ("mocha_ui.cjs", "mocha_tap.cjs"),
 }
+_FILES = {"junit": _JARS}  # that a runner needs besides its program
 _HOST = {"junit": "java-*-openjdk", "phpunit": "php"}  # in /etc
 _PYTHON = ("python3", "python3")
 _PROGRAMS = {
@@ -243,9 +243,10 @@ def missing(recipe: records.Recipe) -> str:
     program, _ = _PROGRAMS.get(recipe.runner, _PYTHON)
     if not shutil.which(program, path="/usr/bin:/usr/local/bin"):
         return f"{program} is not in /usr/bin; install {packages(recipe)}"
-    jars = _JARS.split(":") if recipe.runner == "junit" else []
-    lacking = [jar for jar in jars if not os.path.exists(jar)]
-    return f"{lacking[0]} is missing; install {packages(recipe)}" if lacking else ""
+    for path in _FILES.get(recipe.runner, ()):
+        if not pathlib.Path(path).exists():
+            return f"{path} is missing; install {packages(recipe)}"
+    return ""
 
 
 def packages(recipe: records.Recipe) -> str:

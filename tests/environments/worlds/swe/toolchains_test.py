@@ -120,7 +120,7 @@ class RecipesTest(parameterized.TestCase):
         """Debian's JDK comes without JUnit."""
         with (
             mock.patch.object(drivers.shutil, "which", return_value="/usr/bin/javac"),
-            mock.patch.object(drivers.os.path, "exists", return_value=False),
+            mock.patch.dict(drivers._FILES, junit=("/nowhere/junit4.jar",)),
         ):
             reason = drivers.missing(recipe_of("java"))
         self.assertRegex(reason, "junit4.jar is missing; install .*junit4")
