@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from glm5_jax import collectives
+from pallas_kernels import loops
 
 
 def next_token_loss(
@@ -123,7 +124,7 @@ def mtp_loss(
         return total + loss, None
 
     zero = jnp.zeros((), jnp.float32)
-    total, _ = lax.scan(step, zero, (states, targets, weights))
+    total, _ = loops.scan(step, zero, (states, targets, weights))
     return total / states.shape[0]
 
 
@@ -162,7 +163,7 @@ def mtp_rejection(
         return (total + jnp.sum(weight * (1 - kept)), before, judge), None
 
     carry = jnp.zeros(()), jnp.ones(hidden.shape[:2]), lax.stop_gradient(hidden)
-    (total, _, _), _ = lax.scan(step, carry, (states, weights))
+    (total, _, _), _ = loops.scan(step, carry, (states, weights))
     return collectives.total(total, collectives.TOKENS) / states.shape[0]
 
 
@@ -227,7 +228,7 @@ def _of_each(
     def chunk(xs: tuple[Array, Array]) -> Array:
         return _own_rows(function(*_all_rows(xs)))
 
-    found = lax.map(chunk, _chunked(chunk_tokens, x, y))
+    found = loops.map(chunk, _chunked(chunk_tokens, x, y))
     shape = x.shape[:2]
     return found.reshape(-1)[: math.prod(shape)].reshape(shape)
 
@@ -312,7 +313,7 @@ def _total(
         losses = norm - _at(logits, targets) + z_weight * norm**2
         return total + jnp.sum(losses * mask), None
 
-    total, _ = lax.scan(chunk, jnp.zeros((), jnp.float32), (hidden, targets, mask))
+    total, _ = loops.scan(chunk, jnp.zeros((), jnp.float32), (hidden, targets, mask))
     return total / collectives.size(collectives.WORD_ROWS)
 
 
@@ -337,7 +338,7 @@ def _forward(head, z_weight, hidden, targets, mask):  # noqa: ANN001, ANN202
         return (total + jnp.sum(losses * mask), d_head), d_hidden
 
     zeros = (jnp.zeros((), jnp.float32), jnp.zeros(head.shape, jnp.float32))
-    (total, d_head), d_hidden = lax.scan(chunk, zeros, (hidden, targets, mask))
+    (total, d_head), d_hidden = loops.scan(chunk, zeros, (hidden, targets, mask))
     total = total / collectives.size(collectives.WORD_ROWS)
     return total, (d_head.astype(head.dtype), d_hidden)
 

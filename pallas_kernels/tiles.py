@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, loops
 
 ROWS = 64  # queries of a tile: its scores [N, S, ROWS] stay in the L2 cache
 GATHERING_ROWS = 16  # queries of a tile that gathers K rows for each
@@ -22,7 +22,7 @@ TIERS = 4  # key ranges compiled separately, each of two or more tiles
 def over_sequences(function: Callable, *args: Any) -> Any:
     """Maps over the leading (batch) axis: a loop on CPU, vmap on accelerators."""
     if dispatch.platform() == "cpu":
-        return lax.map(lambda xs: function(*xs), args)
+        return loops.map(lambda xs: function(*xs), args)
     return jax.vmap(function)(*args)
 
 
@@ -70,12 +70,14 @@ def over_tiles(
             carry: Any, i: jax.Array, seen: Any = seen, mask: Any = rows_seen
         ) -> tuple[Any, Any]:
             def cut(x: jax.Array, axis: int) -> jax.Array:
+                if x.shape[axis] == rows:
+                    return x
                 return lax.dynamic_slice_in_dim(x, i * rows, rows, x.ndim + axis)
 
             tile = jax.tree.map(lambda x: cut(x, -2), queries)
             return body(carry, tile, seen, None if mask is None else cut(mask, -1))
 
-        carry, out = lax.scan(step, carry, jnp.arange(first, last))
+        carry, out = loops.scan(step, carry, jnp.arange(first, last))
         outs.append(jax.tree.map(lambda x: _join(x, out_axis), out))
     joined = jax.tree.map(lambda *xs: jnp.concatenate(xs, axis=out_axis), *outs)
     return carry, jax.tree.map(
@@ -105,7 +107,7 @@ def over_queries(
         return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :num_queries]
 
     xs = tuple(map(cut, queries))
-    carry, outs = lax.scan(lambda carry, xs: body(carry, *xs), carry, xs)
+    carry, outs = loops.scan(lambda carry, xs: body(carry, *xs), carry, xs)
     return carry, jax.tree.map(join, outs)
 
 

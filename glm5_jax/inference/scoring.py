@@ -20,6 +20,7 @@ from glm5_jax.inference import placement, weights
 from glm5_jax.model import context as context_lib
 from glm5_jax.model import invariance, transformer
 from glm5_jax.quantization import shards
+from pallas_kernels import loops
 
 BATCH_TOKENS = 4096  # tokens of a forward pass
 CHUNK_TOKENS = 1024  # tokens whose logits are in memory at once
@@ -267,7 +268,7 @@ def _likeliest(
         flat = array.reshape(-1, *array.shape[2:])[:count]
         return flat.reshape(*targets.shape, *flat.shape[1:])
 
-    found = lax.map(chunk, (chunked(hidden), chunked(targets)))
+    found = loops.map(chunk, (chunked(hidden), chunked(targets)))
     ids, best, own, ranks = (joined(array) for array in found)
     return ids, best, own, ranks
 

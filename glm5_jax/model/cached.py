@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from glm5_jax import config as config_lib
@@ -23,7 +22,7 @@ from glm5_jax.model import cache as cache_lib
 from glm5_jax.model import context as context_lib
 from glm5_jax.model import embedding, expert_products, layers, transformer
 from glm5_jax.model import experts as experts_lib
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, loops
 
 
 class Choices(NamedTuple):
@@ -301,7 +300,7 @@ def _scan(unit: Callable, carry: tuple, stack: dict) -> tuple:
         mlp = {k: v for k, v in stack[name]["mlp"].items() if k != "experts"}
         stack = stack | {name: stack[name] | {"mlp": mlp}}
     length = len(jax.tree.leaves(stack)[0])
-    return lax.scan(step, carry, (jnp.arange(length), stack))
+    return loops.scan(step, carry, (jnp.arange(length), stack))
 
 
 def _has_experts(block: dict) -> bool:
@@ -310,7 +309,7 @@ def _has_experts(block: dict) -> bool:
 
 
 def _in_turn(unit: Callable, carry: tuple, steps: tuple) -> tuple:
-    """Computes what lax.scan computes, unrolled."""
+    """Computes what a scan computes, unrolled."""
     chosen = []
     for step in steps:
         carry, choice = unit(carry, step)

@@ -24,6 +24,7 @@ from glm5_jax import depth
 from glm5_jax.model import block as block_lib
 from glm5_jax.model import context as context_lib
 from glm5_jax.model import embedding, layers, remat
+from pallas_kernels import loops
 
 
 def table(config: config_lib.ModelConfig) -> dict:
@@ -88,11 +89,11 @@ def steps(
         return h, (h, aux)
 
     if not config.index_share_for_mtp_iteration:
-        return lax.scan(later, hidden, tokens_ahead)[1]
+        return loops.scan(later, hidden, tokens_ahead)[1]
     # Later steps read the latents of the first step, with its index.
     h, aux, attended = step(hidden, tokens_ahead[0])
     later = functools.partial(later, attended=attended)
-    rest = lax.scan(later, h, tokens_ahead[1:])[1]
+    rest = loops.scan(later, h, tokens_ahead[1:])[1]
     return jax.tree.map(lambda x, xs: jnp.concatenate([x[None], xs]), (h, aux), rest)
 
 

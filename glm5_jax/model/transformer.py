@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from glm5_jax import collectives, depth
@@ -29,6 +28,7 @@ from glm5_jax.model import attention as attention_lib
 from glm5_jax.model import block as block_lib
 from glm5_jax.model import context as context_lib
 from glm5_jax.model import embedding, initial, layers, mtp, remat
+from pallas_kernels import loops
 
 
 class LayerTrace(NamedTuple):
@@ -200,7 +200,7 @@ def _stack(
         # Of this group, each [steps of the scan, layers of a step, ...] or None.
         weights, replayed = _by_step(config, g, kl_by_layer, experts)
         with jax.named_scope(name):
-            (x, shared), (aux[name], traces[name]) = lax.scan(
+            (x, shared), (aux[name], traces[name]) = loops.scan(
                 unit, (x, shared), (params[name], weights, replayed)
             )
     return x, aux, traces
