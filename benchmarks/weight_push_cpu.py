@@ -39,7 +39,7 @@ RATES = (1e-6, 1e-5, 1e-3)
 REPEATS = 3  # pushes of a rate, of which the median counts
 POLL = 0.005  # seconds
 AROUND = 0.5  # seconds after a push whose gaps count
-KEY, SIGNS = jax.random.key(0), np.array([-1, 1], np.float32)
+SIGNS = np.array([-1, 1], np.float32)
 
 
 def config_of(model: str) -> config_lib.ModelConfig:
@@ -102,7 +102,7 @@ def abstract(config: config_lib.ModelConfig) -> dict:
 
 def fresh(config: config_lib.ModelConfig) -> dict:
     """Returns parameters of the trainer, in float32."""
-    return transformer.init_params(config, KEY)
+    return transformer.init_params(config, jax.random.key(0))
 
 
 def updates(config: config_lib.ModelConfig, params: dict) -> Iterator[tuple]:
