@@ -1,6 +1,7 @@
 """Prepares jax and absl before pytest runs a test, and shares files among workers."""
 
 import contextlib
+import ctypes.util
 import gc
 import os
 import pathlib
@@ -94,6 +95,9 @@ FULL_SHARE_OF_MAPPINGS = 0.5
 # objects that collecting them took a tenth of the tests' CPU time.
 GARBAGE_THRESHOLDS = 50_000, 20, 50
 FSYNC = os.fsync
+# With it XLA compiles in a sixth less time than with glibc's malloc.
+ALLOCATOR = "libjemalloc.so.2"
+PRELOAD = "LD_PRELOAD"
 
 environment.configure(has_cache=False)
 typecheck.install()
@@ -150,6 +154,20 @@ def is_full():
         pages > FULL_SHARE * os.sysconf("SC_PHYS_PAGES")
         or mappings > FULL_SHARE_OF_MAPPINGS * most
     )
+
+
+def pytest_configure(config):
+    """Gives the processes of -n jemalloc, if Linux has it; not those they start."""
+    if hasattr(config, "workerinput"):
+        if os.environ.get(PRELOAD) == ALLOCATOR:
+            del os.environ[PRELOAD]
+    elif config.getoption("numprocesses", None) and is_installed(ALLOCATOR):
+        os.environ.setdefault(PRELOAD, ALLOCATOR)
+
+
+def is_installed(library):
+    """Returns whether the dynamic linker finds it under this name."""
+    return ctypes.util.find_library(library[3:].split(".")[0]) == library
 
 
 def pytest_collection_modifyitems(items):
