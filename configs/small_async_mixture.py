@@ -7,7 +7,7 @@ python -m glm5_jax.train --config=configs/small_async_mixture.py \
 GLM-5 mixes mathematics, science, code and tools (arXiv 2602.15763, 3.2); here these are
 what a model of bytes can begin to learn, see small_sft_mixture. rollout/share/TAG and
 rollout/reward/TAG have each kind's share and reward of a step, eval/success/TAG its
-held-out success. docs/async_rl.md has figures of the start.
+held-out success. docs/async_rl.md has a curve.
 Hardware: a laptop (2 cores), needs the extra serve.
 """
 

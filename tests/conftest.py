@@ -95,7 +95,7 @@ FULL_SHARE_OF_MAPPINGS = 0.5
 # objects that collecting them took a tenth of the tests' CPU time.
 GARBAGE_THRESHOLDS = 50_000, 20, 50
 FSYNC = os.fsync
-# With it XLA compiles in a sixth less time than with glibc's malloc.
+# With it XLA compiles in a fifth less time than with glibc's malloc.
 ALLOCATOR = "libjemalloc.so.2"
 PRELOAD = "LD_PRELOAD"
 
