@@ -4,10 +4,10 @@ python -m glm5_jax.train --config=configs/glm5_rl_agentic.py \
     --config.init_from=/shared/rl --config.rl.environment=swe:/shared/tasks \
     --config.rl.servers=http://HOST:8000 --config.rl.weights_store=/shared/weights
 
-Hardware: 1024 v5p chips, as docs/planning.md divides them; never run. Disclosed: two
-parts, no standard deviation in advantages, dis, no loss on tools' answers, moments
-forgotten after a push, 16,384 tokens a turn. GLM-5.2's report: bands, 131,072 tokens.
-SkyRL's: staleness 4. slime's: AdamW. Ours: 200 turns, 32 groups of 8, 1,280 at once.
+Hardware: 1024 v5p chips, as docs/planning.md divides them, of which 256 train; never
+run. Disclosed: two parts, no standard deviation in advantages, dis, no loss on tools'
+answers, moments forgotten after a push, 16,384 tokens a turn. GLM-5.2: bands, 131,072
+tokens. SkyRL: staleness 4. slime: AdamW. Ours: 200 turns, 32 groups of 8, 1,280 live.
 """
 
 import dataclasses
@@ -23,10 +23,9 @@ def get_config() -> ml_collections.ConfigDict:
     config = config_lib.TrainConfig(
         stage="async_rl",
         num_steps=1000,
-        eval_every=50,
         checkpoint_every=20,
         sample_tokens=0,
-        model=dataclasses.replace(presets.GLM5, remat_policy="full", expert_chunks=4),
+        model=dataclasses.replace(presets.GLM5, remat_policy="full", expert_chunks=8),
         data=config_lib.DataConfig(tokenizer="tokenizer.json", sequence_length=131072),
         optim=config_lib.OptimConfig(
             name="adamw",
@@ -35,6 +34,7 @@ def get_config() -> ml_collections.ConfigDict:
             schedule="constant",
             adam_b2=0.98,
             clip_norm=1.0,  # ours
+            accumulation_steps=4,
         ),
         rl=config_lib.RLConfig(
             environment="swe",
@@ -55,6 +55,6 @@ def get_config() -> ml_collections.ConfigDict:
             forgets_moments=True,
             max_staleness=4,
         ),
-        mesh=config_lib.MeshConfig(fsdp=8, expert=8, context=4),
+        mesh=config_lib.MeshConfig(fsdp=2, expert=8, context=16),
     )
     return command_line.to_config_dict(config)

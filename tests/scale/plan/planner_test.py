@@ -8,9 +8,9 @@ from unittest import mock
 
 from absl.testing import parameterized
 
+from glm5_jax import command_line, presets
 from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
-from glm5_jax import presets
 from glm5_jax.scale import slice_devices
 from glm5_jax.scale.compiled import arrays, report
 from glm5_jax.scale.estimate import memory, search, setting, torus
@@ -25,6 +25,7 @@ LARGE = config_lib.TrainConfig(
     model=dataclasses.replace(presets.GLM5, remat_policy="full"),
     data=config_lib.DataConfig(sequence_length=4096, batch_size=128),
 )
+ROOT = pathlib.Path(__file__).parents[3]
 
 
 def with_data(config, **changes):
@@ -230,6 +231,22 @@ class RankingTest(parameterized.TestCase):
         plans = json.loads(stem.with_suffix(".json").read_text())["plans"]
         self.assertEqual(plans[0]["compiled"], line)
         self.assertIsNone(plans[2]["compiled"])
+
+
+class FullSizeTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ("glm5_pretrain", "v5p:8x8x8"),
+        ("glm5_pretrain_paper", "v5p:8x8x8"),
+        ("glm5_mid", "v5p:8x8x8"),
+        ("glm5_adapt", "v5p:8x8x8"),
+        ("glm5_sft", "v5p:8x8x8"),
+        ("glm5_rl_reasoning", "v5p:8x8x8"),
+        ("glm5_rl_agentic", "v5p:4x8x8"),
+    )
+    def test_a_config_fits_the_chips_of_its_own_mesh(self, name, topology):
+        arguments = command_line.Arguments(config=str(ROOT / f"configs/{name}.py"))
+        plan = planner.estimate(arguments.train_config(), topology)
+        self.assertTrue(plan.fits, f"{plan.needed_gib:.1f} GiB")
 
 
 class MemoryTest(parameterized.TestCase):
