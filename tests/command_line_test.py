@@ -112,6 +112,8 @@ class ResolveTest(parameterized.TestCase):
         ("other_section", "model.adam_b1", "0", "Did you mean optim.adam_b1?"),
         ("initials", "optim.lr", "1", "Did you mean optim.learning_rate?"),
         ("nothing_near", "zzz", "8", "--help lists them."),
+        # Nothing keeps which tokens top_p left out, so the trainer could not.
+        ("top_p", "rl.top_p", "0.9", "is no field"),
         ("wiped_section", "optim", "{}", "is a section, not a value"),
         ("below_a_field", "seed.x", "1", "Did you mean seed?"),
         ("broken_rule", "model.qk_rope_head_dim", "63", "must be even"),

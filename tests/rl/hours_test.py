@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import random
+import time
 from unittest import mock
 
 import aiohttp
@@ -274,6 +275,67 @@ class HoursTest(parameterized.TestCase):
         self.assertGreater(ledger["restarted"], 0)
         self.assertEqual((min(ages), max(ages) <= 2), (0, True))
         self.assertEqual(hours(), (ledger, ages, steps))
+
+
+class WallClockTest(parameterized.TestCase):
+    """Nothing waits by the time of day, which an administrator or NTP may set."""
+
+    @parameterized.named_parameters(
+        ("a_busy_server", "busy"),
+        ("a_call_that_hangs", "hangs"),
+        ("engines_that_stall", "stalls"),
+        ("a_pause", "pause"),
+    )
+    def test_jumps_by_an_hour_change_nothing(self, name):
+        act = getattr(self, name)
+        plain, _ = virtual_time.run(act())
+        began = time.time()
+        for seed in range(4):
+            rng = random.Random(seed)
+            jumps = iter(lambda rng=rng: began + rng.choice((-HOUR, HOUR)), None)
+            with mock.patch.object(time, "time", jumps.__next__):
+                self.assertEqual(virtual_time.run(act())[0], plain)
+
+    async def played(self, engine, taskset, num_steps=2):
+        """Returns what became of some steps, and when."""
+        made, said = make(engine, taskset, groups_lib.Groups(1, 1)), ""
+        async with playing(made):
+            try:
+                for step in range(num_steps):
+                    await made.take(STALL)
+                    engine.version = step + 1
+                    made.published(step + 1)
+            except orchestrator_lib.StalledError as error:
+                said = str(error)
+            seconds = asyncio.get_running_loop().time()
+            return seconds, said, made.figures(), made.groups.ledger()
+
+    async def busy(self):
+        def answers():
+            time_of_loop = asyncio.get_running_loop().time()
+            return (0.0, 503, "9") if time_of_loop < 3 * MINUTE else (2.0, 200, "0")
+
+        return await self.played(remote_engine(answers)[0], Lucky())
+
+    async def hangs(self):
+        taskset = faults.FaultyTaskset(faults.Fault.HANG_IN_STEP, every=4)
+        return await self.played(orchestrator_test.Engine(lambda: 1.0), taskset)
+
+    async def stalls(self):
+        return await self.played(
+            orchestrator_test.Engine(lambda: faults.NEVER), Lucky()
+        )
+
+    async def pause(self):
+        """Returns whether a tag is paused, every minute."""
+        kinds, paused = failing.Failing(), []
+        kinds.note("good", "")
+        for _ in range(failing._OF_A_TAG):
+            kinds.note("bad", "it crashed")
+        for _ in range(12):
+            paused.append(kinds.is_paused("bad"))
+            await asyncio.sleep(MINUTE)
+        return paused
 
 
 class Trainer:

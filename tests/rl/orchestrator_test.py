@@ -533,9 +533,13 @@ class OrchestratorTest(parameterized.TestCase):
         self.assertLen({i for step in steps for i in step}, 8)
         self.assertGreater(groups.ledger()["dropped_invalid"], 0)
 
-    def test_a_kind_of_task_that_always_fails_is_paused(self):
+    @parameterized.named_parameters(
+        ("environment", faults.Fault.CRASH_IN_RESET),
+        ("reward", faults.Fault.REWARD_RAISES),
+    )
+    def test_a_kind_of_task_that_always_fails_is_paused(self, fault):
         class Half(Lucky):
-            """Tasks of two tags, of which one crashes."""
+            """Tasks of two tags, of which one fails."""
 
             def task(self, split, seed, index):
                 tag = "bad" if index % 2 else "good"
@@ -543,14 +547,14 @@ class OrchestratorTest(parameterized.TestCase):
 
             def environment(self):
                 made = super().environment()
-                reset = made.reset
+                plain = made.reset
 
-                async def crashing(task):
+                async def reset(task):
                     if task.tag == "bad":
-                        raise faults.FaultError("no service")
-                    return await reset(task)
+                        made._fault = fault
+                    return await plain(task)
 
-                made.reset = crashing
+                made.reset = reset
                 return made
 
         engine, groups = Engine(), groups_lib.Groups(4, 1, max_dropped=12)

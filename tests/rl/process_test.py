@@ -7,6 +7,8 @@ import itertools
 import logging as std_logging
 import os
 import pathlib
+import subprocess
+import sys
 import threading
 import time
 from unittest import mock
@@ -131,7 +133,28 @@ def ids(answer):
     return [group[0].task.id for group in groups]
 
 
+# Opens a run's tasks and tokenizer, as `orchestrate` does before it listens.
+WITHOUT_JAX = """
+import sys
+from glm5_jax import config, orchestrate
+from glm5_jax.rl.actors import process
+made = config.TrainConfig(
+    stage="async_rl",
+    data=config.DataConfig(tokenizer="byte_chat"),
+    rl=config.RLConfig(environment="calculator", max_new_tokens=8),
+)
+process.Process(made, "http://a:1").app()
+print(*sorted(name for name in sys.modules if name.split(".")[0] in sys.argv[1:]))
+"""
+
+
 class ProcessTest(parameterized.TestCase):
+    def test_jax_is_not_imported(self):
+        """It could take an accelerator, which trainer and servers need."""
+        command = [sys.executable, "-c", WITHOUT_JAX, "jax", "jaxlib", "flax"]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        self.assertEqual(done.stdout.split(), [])
+
     def test_a_step(self):
         server = Server()
 

@@ -1,7 +1,9 @@
 """The router over real sockets, before replicas without a model."""
 
 import asyncio
+import collections
 import contextlib
+import dataclasses
 import json
 import unittest
 
@@ -18,6 +20,7 @@ CHECKS = health.Checks(seconds=0.02, max_seconds=0.5, max_failures=2, lost_secon
 OPTIONS = app.Options(
     replica_key=light.KEY, checks=CHECKS, max_wait=5.0, drain_seconds=5.0
 )
+NUM_SESSIONS = 48
 STREAM = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
 
 
@@ -298,6 +301,47 @@ class MembersTest(RouterTest):
             told = {"url": first.url, "state": "left", "cut_off": 0}
             self.assertEqual(await found.json(), told)
             self.assertEqual([*self.router.pool.replicas], [url])
+
+    async def test_one_becomes_four_and_then_three_under_load(self):
+        """Every request is answered, and only the sessions of who leaves move."""
+        bound = balance.Bound(spare=NUM_SESSIONS)  # nobody is ever full
+        await self.started(1, dataclasses.replace(OPTIONS, bound=bound))
+        sessions = [*map(str, range(NUM_SESSIONS))]
+        news = [light.Light(name) for name in "xyz"]
+        homes, is_over = collections.defaultdict(list), False
+
+        async def talk(session):
+            while not is_over:
+                status, _, text = await self.post(
+                    GENERATE, {"X-Session-ID": session}, pause=0.005
+                )
+                self.assertEqual(status, 200, text)
+                homes[session].append(json.loads(text)["name"])
+
+        async def rounds(number=2):
+            counts = {session: len(homes[session]) for session in sessions}
+            await until(
+                lambda: all(len(homes[s]) >= n + number for s, n in counts.items())
+            )
+
+        talking = [asyncio.create_task(talk(session)) for session in sessions]
+        async with light.together([one.serving() for one in news]) as urls:
+            await rounds()
+            for url in urls:
+                await self.post("/replicas", url=url)
+            await until(lambda: len(self.router.pool.ready()) == 4)
+            await rounds()
+            before = {session: homes[session][-1] for session in sessions}
+            self.assertEqual({*before.values()}, {"a", "x", "y", "z"})
+            async with self.http.delete("/replicas", json={"url": urls[0]}) as found:
+                self.assertEqual((await found.json())["cut_off"], 0)
+            await rounds()
+            after = {session: homes[session][-1] for session in sessions}
+            is_over = True
+            await asyncio.gather(*talking)
+        self.assertEqual({*after.values()}, {"a", "y", "z"})
+        stayed = [s for s, name in before.items() if name != "x"]
+        self.assertEqual([after[s] for s in stayed], [before[s] for s in stayed])
 
     async def test_leaving_cuts_off_what_takes_too_long(self):
         await self.started(1)
