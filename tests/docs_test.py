@@ -43,6 +43,21 @@ class DocumentsTest(parameterized.TestCase):
             is_made = name.startswith(("docs/reference", "configs/NAME"))
             self.assertTrue(is_made or any(ROOT.glob(name.rstrip("/"))), name)
 
+    @parameterized.parameters(*PAGES)
+    def test_tests_that_are_named_are_there(self, page):
+        text = PAGES[page].read_text(encoding="utf-8")
+        for file, name in re.findall(r"(tests/[\w/]+\.py)::(\w+)", text):
+            code = (ROOT / file).read_text(encoding="utf-8")
+            self.assertRegex(code, rf"\n    (async )?def {name}\(", file)
+
+    def test_every_fault_has_its_tests(self):
+        text = (ROOT / "docs" / "faults_rl.md").read_text(encoding="utf-8")
+        rows = re.findall(r"^\| (.+) \| (.+) \| (.+) \|$", text, re.MULTILINE)
+        rows = [row for row in rows if row[2] != "tests"]
+        self.assertLen(rows, 17 + 17)  # faults, and complaints
+        untested = [what for what, _, tests in rows if "::test_" not in tests]
+        self.assertEqual(untested, ["a poisoned reward: 1 for junk"])
+
     def test_every_word_of_the_glossary_has_one_line(self):
         text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
         words = re.findall(r"^\| (.+?) \| (.+) \|$", text, re.MULTILINE)
