@@ -20,10 +20,11 @@ from glm5_jax.model import cached, mtp, transformer
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl import gateway
 from glm5_jax.training import computed, policy
+from glm5_jax.training import program as program_lib
 from glm5_jax.training import step as step_lib
 from glm5_jax.training.feeds import player, rounds
 from glm5_jax.training.feeds import rollouts as rl_lib
-from tests import environment
+from tests import environment, runs
 from tests.model import tiny
 from tests.training import rl_runs
 
@@ -313,6 +314,15 @@ class UpdatesTest(parameterized.TestCase):
             lambda a, b: np.abs(a - b).max(), kept, jax.device_get(wanted)
         )
         self.assertGreater(max(jax.tree.leaves(far)), 1e-3)
+
+    def test_moments_that_it_forgets_are_written_in_place(self):
+        """Otherwise they stay on the devices beside the new ones."""
+        rl = dataclasses.replace(CONFIG.rl, forgets_moments=True, updates_per_rollout=1)
+        config = dataclasses.replace(CONFIG, rl=rl)
+        program = program_lib.make_program(config, runs.first_devices())
+        kept = jax.tree.leaves((program.params, program.opt_state))
+        text = program.lower(ROWS).as_text()
+        self.assertEqual(text.count("tf.aliasing_output"), len(kept))
 
     def test_log_probs_from_before_take_no_more_rows_at_once_than_an_update(self):
         optim = dataclasses.replace(CONFIG.optim, accumulation_steps=2)
