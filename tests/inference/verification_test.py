@@ -82,11 +82,11 @@ class VerificationTest(parameterized.TestCase):
             temperature, settings.top_p, settings.top_k, settings.min_p
         )
         keys, positions = sampling.request_keys(1, jnp.arange(6)), jnp.arange(6)
-        wanted, wanted_logprobs = sampling.sample(logits, keys, positions, settings)
+        sample = jax.jit(sampling.sample)
+        wanted, wanted_logprobs = sample(logits, keys, positions, settings)
         draft = verification.Draft(jnp.asarray([1, 2, 3, -1, -1, -1]), other)
-        ids, logprobs = verification.accept_or_redraw(
-            logits, draft, keys, positions, settings
-        )
+        accept_or_redraw = jax.jit(verification.accept_or_redraw)
+        ids, logprobs = accept_or_redraw(logits, draft, keys, positions, settings)
         np.testing.assert_array_equal(ids, wanted)
         np.testing.assert_allclose(logprobs, wanted_logprobs, rtol=1e-5)
 
