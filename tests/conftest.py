@@ -86,7 +86,8 @@ OPTIMIZED = (
 )
 # They wait for the disk as users do.
 SYNCED = ("checkpoint/kill_test.py",)
-# Of the machine's memory, for a process, of which most are then compiled programs.
+# Of the machine's memory, for each of three processes; most of it are then compiled
+# programs.
 FULL_SHARE = 0.2
 # Of the mappings of memory that Linux gives a process. A program takes about twenty,
 # and the compiler crashes where it gets none.
@@ -95,7 +96,7 @@ FULL_SHARE_OF_MAPPINGS = 0.5
 # objects that collecting them took a tenth of the tests' CPU time.
 GARBAGE_THRESHOLDS = 50_000, 20, 50
 FSYNC = os.fsync
-# With it XLA compiles in a fifth less time than with glibc's malloc.
+# With it XLA takes a fifth less CPU time to compile than with glibc's malloc.
 ALLOCATOR = "libjemalloc.so.2"
 PRELOAD = "LD_PRELOAD"
 
@@ -157,7 +158,11 @@ def is_full():
 
 
 def pytest_configure(config):
-    """Gives the processes of -n jemalloc, if Linux has it; not those they start."""
+    """Gives the processes of -n jemalloc, if Linux has it; not those they start.
+
+    They inherit the variable of the first process, which sets it here before it starts
+    them, and delete it here in their turn.
+    """
     if hasattr(config, "workerinput"):
         if os.environ.get(PRELOAD) == ALLOCATOR:
             del os.environ[PRELOAD]

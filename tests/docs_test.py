@@ -56,7 +56,8 @@ class DocumentsTest(parameterized.TestCase):
         rows = [row for row in rows if row[2] != "tests"]
         self.assertLen(rows, 17 + 17)  # faults, and complaints
         untested = [what for what, _, tests in rows if "::test_" not in tests]
-        self.assertEqual(untested, ["a poisoned reward: 1 for junk"])
+        default = "SkyRL lowered its default of staleness from 4 to 0"
+        self.assertEqual(untested, ["a poisoned reward: 1 for junk", default])
 
     def test_every_word_of_the_glossary_has_one_line(self):
         text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")

@@ -82,7 +82,9 @@ def steps(
     block = block_lib.make(config, depth.mtp_kind(config))
     params = {**own, "block": block.fetched(params["block"])}
     step = functools.partial(_step, params, block, embed_tokens, context, kl_weight)
-    step = remat.rematerialized(step, config.remat_policy)
+    # With a shared index the first step is not in the loop of the others.
+    num_looped = 1 if config.index_share_for_mtp_iteration else len(tokens_ahead)
+    step = remat.rematerialized(step, config.remat_policy, num_looped)
 
     def later(h: Array, tokens: Array, attended: Any = None) -> tuple[Array, tuple]:
         h, aux, _ = step(h, tokens, attended)

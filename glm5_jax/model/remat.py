@@ -37,8 +37,13 @@ _POLICIES = {
 }
 
 
-def rematerialized(function: Callable, policy: config_lib.RematPolicy) -> Callable:
+def rematerialized(
+    function: Callable, policy: config_lib.RematPolicy, num_steps: int
+) -> Callable:
     """Wraps the body of a scan, so that its backward pass recomputes what is not kept.
+
+    One step is no loop (`pallas_kernels.loops`): XLA must then be kept from merging the
+    recomputation with the forward pass.
 
     "none" keeps everything, "full" only the inputs, "offload" keeps these in host
     memory, "kernels" keeps the results of kernels and the states after attention,
@@ -47,7 +52,9 @@ def rematerialized(function: Callable, policy: config_lib.RematPolicy) -> Callab
     """
     if policy == "none":
         return function
-    return jax.checkpoint(function, policy=_POLICIES[policy], prevent_cse=False)
+    return jax.checkpoint(
+        function, policy=_POLICIES[policy], prevent_cse=num_steps == 1
+    )
 
 
 def named(x: Array, name: str) -> Array:

@@ -1,7 +1,7 @@
 """The whole model: embedding, groups of scanned layers, last norm, head.
 
 GLM-5 has 3 dense layers, then 75 layers with experts. Each of these two groups is one
-lax.scan: params["layers_0"]["block_0"] has arrays [3, ...], and
+scan (one step: a call): params["layers_0"]["block_0"] has arrays [3, ...], and
 params["layers_1"]["block_0"] arrays [75, ...]. In GLM-5 a step of the scan computes one
 layer. In GLM-5.2 it computes four, block_0 to block_3: block_3 selects keys, which the
 next step's block_0 to block_2 read again (IndexShare). depth.py makes the groups.
@@ -196,7 +196,7 @@ def _stack(
         name = f"layers_{g}"
         blocks = tuple(block_lib.make(config, kind) for kind in group.unit)
         unit = functools.partial(_unit, blocks, context, with_traces)
-        unit = remat.rematerialized(unit, config.remat_policy)
+        unit = remat.rematerialized(unit, config.remat_policy, group.repeats)
         # Of this group, each [steps of the scan, layers of a step, ...] or None.
         weights, replayed = _by_step(config, g, kl_by_layer, experts)
         with jax.named_scope(name):

@@ -11,13 +11,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array
 
 from glm5_jax import collectives, sharding
 from glm5_jax import config as config_lib
 from glm5_jax.model import transformer
 from glm5_jax.training import inputs as inputs_lib
-from pallas_kernels import loops
 
 
 def abstract_gradients(config: config_lib.TrainConfig) -> dict:
@@ -80,7 +80,7 @@ def value_and_grad(
         first = jax.tree.map(lambda x: x[0], parts)
         shapes = jax.eval_shape(one_part, params, first)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
-        (values, grads), _ = loops.scan(add_part, zeros, parts)
+        (values, grads), _ = lax.scan(add_part, zeros, parts)
         # Replicas of a parameter exchange their gradients once, after the last part.
         return values, jax.tree.map(collectives.total_of_copies, grads, dims)
 

@@ -25,7 +25,6 @@ from glm5_jax.rl import objectives
 from glm5_jax.training import accumulation, computed
 from glm5_jax.training import inputs as inputs_lib
 from glm5_jax.training import loss as loss_lib
-from pallas_kernels import loops
 
 REFERENCE = "reference_logprobs"
 TEACHER = "teacher_logprobs"
@@ -74,7 +73,7 @@ def in_parts(
       batch: whole rows.
       num_parts: a divisor of the rows.
     """
-    found = loops.map(function, _cut(batch, num_parts))
+    found = lax.map(function, _cut(batch, num_parts))
     return found.swapaxes(0, 1).reshape(batch["tokens"].shape)
 
 

@@ -96,7 +96,7 @@ def make_program(config: config_lib.TrainConfig, mesh: Mesh | AbstractMesh) -> P
     step = jax.jit(
         STEPS[config.stage_record.update](config, optimizer),
         donate_argnums=(0, 1),
-        keep_unused=True,  # a moment that the step forgets is freed only as an argument
+        keep_unused=True,  # dropped, forgotten moments would stay beside new ones
         out_shardings=(param_places, opt_places, None),
         compiler_options=invariance.compiler_options(config.model),
     )

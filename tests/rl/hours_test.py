@@ -289,12 +289,24 @@ class WallClockTest(parameterized.TestCase):
     def test_jumps_by_an_hour_change_nothing(self, name):
         act = getattr(self, name)
         plain, _ = virtual_time.run(act())
+        self.assertTrue(self.has_waited(name, plain), plain)
         began = time.time()
         for seed in range(4):
             rng = random.Random(seed)
             jumps = iter(lambda rng=rng: began + rng.choice((-HOUR, HOUR)), None)
             with mock.patch.object(time, "time", jumps.__next__):
                 self.assertEqual(virtual_time.run(act())[0], plain)
+
+    def has_waited(self, name, plain):
+        """Returns whether a limit of time was reached, or a pause began and ended."""
+        if name == "pause":
+            return {False, True} == set(plain)
+        seconds, said, _, ledger = plain
+        return {
+            "busy": seconds >= 3 * MINUTE,
+            "hangs": ledger.get("dropped_invalid", 0) > 0,
+            "stalls": bool(said),
+        }[name]
 
     async def played(self, engine, taskset, num_steps=2):
         """Returns what became of some steps, and when."""
