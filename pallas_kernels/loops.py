@@ -35,11 +35,12 @@ def scan(body: Callable, carry: Any, xs: Any) -> tuple[Any, Any]:
     if len(jax.tree.leaves(xs)[0]) != 1:
         return lax.scan(body, carry, xs)
     after, out = body(carry, jax.tree.map(lambda x: lax.squeeze(x, (0,)), xs))
-    before_and_after = [jax.tree.map(_form, tree) for tree in (carry, after)]
-    if before_and_after[0] != before_and_after[1]:
-        raise TypeError("The carry changes: {} becomes {}.".format(*before_and_after))
+    if _form(carry) != _form(after):
+        raise TypeError(f"The carry changes: {_form(carry)} becomes {_form(after)}.")
     return after, jax.tree.map(lambda x: lax.expand_dims(x, (0,)), out)
 
 
-def _form(x: Any) -> str:
-    return f"{jnp.result_type(x)}{[*jnp.shape(x)]}"
+def _form(tree: Any) -> tuple:
+    """Returns the structure of a pytree, and dtypes and shapes of its leaves."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [f"{jnp.result_type(x)}{[*jnp.shape(x)]}" for x in leaves]

@@ -86,9 +86,8 @@ OPTIMIZED = (
 )
 # They wait for the disk as users do.
 SYNCED = ("checkpoint/kill_test.py",)
-# Of the machine's memory, for each of three processes; most of it are then compiled
-# programs.
-FULL_SHARE = 0.2
+# Of the machine's memory, for a process, of which most are then compiled programs.
+FULL_SHARE = 0.25
 # Of the mappings of memory that Linux gives a process. A program takes about twenty,
 # and the compiler crashes where it gets none.
 FULL_SHARE_OF_MAPPINGS = 0.5
