@@ -106,7 +106,7 @@ _FILES = {
     "phpunit": ("autoload.php",),
     "mocha": ("mocha_ui.cjs", "mocha_tap.cjs"),
 }
-_FILES = {"junit": _JARS}  # that a runner needs besides its program
+_INSTALLED = {"junit": _JARS}  # files of the host, besides the program
 _HOST = {"junit": "java-*-openjdk", "phpunit": "php"}  # in /etc
 _PYTHON = ("python3", "python3")
 _PROGRAMS = {
@@ -243,7 +243,7 @@ def missing(recipe: records.Recipe) -> str:
     program, _ = _PROGRAMS.get(recipe.runner, _PYTHON)
     if not shutil.which(program, path="/usr/bin:/usr/local/bin"):
         return f"{program} is not in /usr/bin; install {packages(recipe)}"
-    for path in _FILES.get(recipe.runner, ()):
+    for path in _INSTALLED.get(recipe.runner, ()):
         if not pathlib.Path(path).exists():
             return f"{path} is missing; install {packages(recipe)}"
     return ""

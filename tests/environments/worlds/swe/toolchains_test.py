@@ -5,6 +5,7 @@ Tests with unittest, which packages.py has, run in other files.
 
 import asyncio
 import dataclasses
+import pathlib
 from unittest import mock
 
 import pytest
@@ -120,10 +121,18 @@ class RecipesTest(parameterized.TestCase):
         """Debian's JDK comes without JUnit."""
         with (
             mock.patch.object(drivers.shutil, "which", return_value="/usr/bin/javac"),
-            mock.patch.dict(drivers._FILES, junit=("/nowhere/junit4.jar",)),
+            mock.patch.dict(drivers._INSTALLED, junit=("/nowhere/junit4.jar",)),
         ):
             reason = drivers.missing(recipe_of("java"))
         self.assertRegex(reason, "junit4.jar is missing; install .*junit4")
+
+    def test_every_file_of_the_folder_runner_goes_into_a_box(self):
+        recipes_of_all = map(recipe_of, EVERY)
+        found = [drivers.files(recipe, "token") for recipe in recipes_of_all]
+        brought = {pathlib.Path(path).name for files in found for path in files}
+        folder = pathlib.Path(drivers.__file__).parent / "runner"
+        names = {path.name for path in folder.iterdir() if path.is_file()}
+        self.assertContainsSubset(names, brought)
 
 
 def lacking(language):
