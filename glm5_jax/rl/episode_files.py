@@ -5,7 +5,8 @@
 A file is written aside, synced and renamed, so a reader finds a whole one or none. A
 step that is done again, after a kill or a rollback, replaces its file and deletes those
 of later steps. So the files are the history of the parameters, and the episodes of the
-groups that each step took are all that is needed to learn the same again.
+groups that each step took are all that is needed to learn the same again, as a run of
+stage async_rl does after a kill.
 """
 
 import dataclasses
@@ -38,6 +39,10 @@ class Step:
     position: int  # of its batch; the version of the weights that learnt from it
     groups: Sequence[Sequence[episodes_lib.Episode]]  # in order, with repeated ones
     unused: Sequence[episodes_lib.Episode]  # finished, and in no step's groups
+    num_steps: int = 0  # of the run's schedule
+    # What a checkpoint after it keeps of who plays; None: it is not known.
+    memory: Mapping[str, Any] | None = None
+    metrics: Mapping[str, float | int] = dataclasses.field(default_factory=dict)
 
 
 class Writer:
@@ -149,6 +154,9 @@ def _to_json(step: Step) -> dict[str, Any]:
         "format": FORMAT,
         "step": step.step,
         "position": step.position,
+        "num_steps": step.num_steps,
+        "memory": step.memory,
+        "metrics": dict(step.metrics),
         "groups": [[places[id(e)] for e in group] for group in step.groups],
         "unused": [places[id(e)] for e in step.unused],
         "episodes": records,
@@ -161,4 +169,13 @@ def _from_json(record: Mapping[str, Any]) -> Step:
     episodes = [trajectories.from_json(e) for e in record["episodes"]]
     groups = [[episodes[i] for i in group] for group in record["groups"]]
     unused = [episodes[i] for i in record["unused"]]
-    return Step(record["step"], record["position"], groups, unused)
+    return Step(
+        record["step"],
+        record["position"],
+        groups,
+        unused,
+        # Earlier versions wrote none of these.
+        num_steps=record.get("num_steps", 0),
+        memory=record.get("memory"),
+        metrics=record.get("metrics", {}),
+    )

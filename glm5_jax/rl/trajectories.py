@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from glm5_jax.environments import protocol
+from glm5_jax.inference import requests
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl import gateway
 
@@ -117,23 +118,51 @@ def unpack(packed: Mapping[str, Any]) -> list[list[episodes_lib.Episode]]:
     return [[episodes[place] for place in some] for some in packed["lists"]]
 
 
+def completion_to_json(completion: requests.Completion) -> dict[str, Any]:
+    """Returns a record of a turn."""
+    record: dict[str, Any] = {**vars(completion)}
+    record["experts"] = _packed(completion.experts)
+    return record
+
+
+def completion_from_json(record: Mapping[str, Any]) -> requests.Completion:
+    """Returns the turn of a record.
+
+    Raises:
+      FormatError: the record is damaged, or of another format.
+    """
+    try:
+        fields: dict[str, Any] = {**record, "experts": _unpacked(record["experts"])}
+        some = fields["alternatives"]
+        fields["alternatives"] = [[(i, x) for i, x in pairs] for pairs in some]
+        return requests.Completion(**fields)
+    except _DAMAGE as error:
+        raise FormatError(f"a turn is damaged: {error!r}") from error
+
+
 def _sample_to_json(sample: gateway.Sample) -> dict[str, Any]:
-    record: dict[str, Any] = {**vars(dataclasses.replace(sample, experts=None))}
+    record: dict[str, Any] = {**vars(sample)}
     record["mask"] = [int(is_sampled) for is_sampled in sample.mask]
-    if sample.experts is not None:
-        packed = zlib.compress(np.ascontiguousarray(sample.experts, "<u2").tobytes(), 1)
-        record["experts"] = {
-            "shape": [*sample.experts.shape],
-            "data": base64.b64encode(packed).decode(),
-        }
+    record["experts"] = _packed(sample.experts)
     return record
 
 
 def _sample_from_json(record: Mapping[str, Any]) -> gateway.Sample:
-    fields = dict(record)
+    fields: dict[str, Any] = {**record, "experts": _unpacked(record["experts"])}
     fields["mask"] = [bool(is_sampled) for is_sampled in fields["mask"]]
-    if (packed := fields["experts"]) is not None:
-        data = zlib.decompress(base64.b64decode(packed["data"]))
-        experts = np.frombuffer(data, "<u2").reshape(packed["shape"])
-        fields["experts"] = experts.astype(np.int32)
     return gateway.Sample(**fields).check()
+
+
+def _packed(experts: np.ndarray | None) -> dict[str, Any] | None:
+    """Returns the experts of tokens as JSON, compressed."""
+    if experts is None:
+        return None
+    data = zlib.compress(np.ascontiguousarray(experts, "<u2").tobytes(), 1)
+    return {"shape": [*experts.shape], "data": base64.b64encode(data).decode()}
+
+
+def _unpacked(record: Mapping[str, Any] | None) -> np.ndarray | None:
+    if record is None:
+        return None
+    data = zlib.decompress(base64.b64decode(record["data"]))
+    return np.frombuffer(data, "<u2").reshape(record["shape"]).astype(np.int32)

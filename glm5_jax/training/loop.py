@@ -125,7 +125,7 @@ class _Loop:
             self._pending = metrics
             self._profiler.end_step(run.step, metrics)
             with self._logged_if_it_fails(metrics):
-                run.feed.keep(run.workdir, run.step)
+                run.feed.keep(run.step)
                 run.feed.check(metrics, run.step)
             # The position never falls, as the step does in a rollback.
             due, ends = _due(run.step, config), is_asked_to_end(run.position)

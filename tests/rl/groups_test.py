@@ -35,6 +35,7 @@ class Run(stateful.RuleBasedStateMachine):
             json.dumps(self.groups.state(self.groups.version)),
             frozenset(),
         )
+        self.told = self.saved  # with the last step's groups
 
     @stateful.rule(count=strategies.integers(1, 8))
     def begin(self, count: int) -> None:
@@ -100,6 +101,9 @@ class Run(stateful.RuleBasedStateMachine):
         ages = [self.groups.version - self.oldest[index] for index in indices]
         assert max(ages, default=0) <= self.groups.max_staleness
         self.taken = indices
+        version = self.groups.version + 1
+        state = json.dumps(self.groups.state(version))
+        self.told = (version, state, frozenset(self.dropped))
 
     @stateful.precondition(lambda self: self.taken is not None)
     @stateful.rule()
@@ -135,6 +139,28 @@ class Run(stateful.RuleBasedStateMachine):
             self.max_dropped,
         )
         self.num_dropped = 0
+
+    @stateful.precondition(
+        lambda self: self.taken is None and self.told[0] == self.groups.version
+    )
+    @stateful.rule(data=strategies.data())
+    def go_on_after_a_kill(self, data: strategies.DataObject) -> None:
+        """The last step's state is known, and some of the groups that are not done."""
+        known = {i: g.version for i, g in self.groups._groups.items() if g.step is None}
+        left = data.draw(strategies.sets(strategies.sampled_from([-1, *known]))) - {-1}
+        self.dropped = set(self.told[2])
+        self.groups = groups_lib.Groups(
+            self.groups.batch_size,
+            self.groups.max_staleness,
+            json.loads(self.told[1]),
+            self.max_dropped,
+        )
+        self.num_dropped = 0
+        for index in sorted(left):
+            assert self.groups.resume(index, known[index])
+        for indices in self.learnt.values():
+            assert not any(self.groups.resume(index, 0) for index in indices)
+        self.running = left
 
     def _go_back(self) -> None:
         self.learnt = {s: v for s, v in self.learnt.items() if s < self.saved[0]}

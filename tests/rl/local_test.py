@@ -14,6 +14,7 @@ from glm5_jax.inference import service
 from glm5_jax.rl import entrance
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl.actors import groups as groups_lib
+from glm5_jax.rl.actors import journal as journal_lib
 from glm5_jax.rl.actors import local
 from tests.data import templates_test
 from tests.rl import faults, scripted
@@ -63,7 +64,8 @@ class LocalTest(absltest.TestCase):
         """Yields what plays episodes with an engine of a service of its own."""
         engine = engine or scripted.ScriptedEngine(lambda _: OK)
         with contextlib.closing(service.Service(engine)) as served:
-            yield local.Local(served, game(taskset), groups_lib.Groups(2, 1))
+            groups, journal = groups_lib.Groups(2, 1), journal_lib.Journal(None)
+            yield local.Local(served, game(taskset), groups, journal)
 
     def actors(self):
         return [t for t in threading.enumerate() if t.name == "actors"]

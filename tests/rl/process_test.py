@@ -164,8 +164,8 @@ class ProcessTest(parameterized.TestCase):
                 found.append(await ask("/take", version=0))
                 await ask("/publish", folder="i0-v3", version=3)
                 found += [
-                    await ask("/start", groups={}),
-                    await ask("/start", groups={}),
+                    await ask("/start", groups={}, journal=None),
+                    await ask("/start", groups={}, journal=None),
                 ]
                 found.append(await ask("/take", version=0))
                 found.append(await ask("/memory", version=0))
@@ -224,7 +224,7 @@ class ProcessTest(parameterized.TestCase):
         async def run():
             async with orchestrating(server) as ask:
                 await ask("/publish", folder="i0-v0", version=0)
-                await ask("/start", groups={})
+                await ask("/start", groups={}, journal=None)
                 return await ask("/take", version=0)
 
         with mock.patch.dict(os.environ, {"GLM5_JAX_API_KEY": "secret"}):
@@ -270,7 +270,7 @@ class ProcessTest(parameterized.TestCase):
         async def run():
             async with orchestrating(server) as ask:
                 await ask("/publish", folder="i0-v3", version=3)
-                await ask("/start", groups={})
+                await ask("/start", groups={}, journal=None)
                 self.assertEqual(await ask("/evaluate_beside", version=3), (200, {}))
                 for version in itertools.count():
                     _, answer = await ask("/take", version=version)
@@ -296,7 +296,7 @@ class ProcessTest(parameterized.TestCase):
                 config = dataclasses.replace(CONFIG, rl=rl)
                 async with orchestrating(training, config) as ask:
                     await ask("/publish", folder="v0", version=0)
-                    await ask("/start", groups={})
+                    await ask("/start", groups={}, journal=None)
                     await ask("/evaluate_beside", version=0)
                     for version in itertools.count():
                         _, answer = await ask("/take", version=version)
@@ -351,7 +351,7 @@ class ProcessTest(parameterized.TestCase):
                 if when == "before":
                     fails.set()
                 await ask("/publish", folder="i0-v0", version=0)
-                await ask("/start", groups={})
+                await ask("/start", groups={}, journal=None)
                 if when == "with groups at hand":
                     await ask("/take", version=0)
                     while (await ask("/status", "GET"))[1]["ledger"]["ready"] < 2:
@@ -382,7 +382,7 @@ class ProcessTest(parameterized.TestCase):
         async def run():
             async with orchestrating(server) as ask:
                 await ask("/publish", folder="i0-v0", version=0)
-                await ask("/start", groups={})
+                await ask("/start", groups={}, journal=None)
                 found = [await ask("/take", version=0, seconds=0.01) for _ in range(2)]
                 found.append(await ask("/evaluate", seconds=0.01))
                 answers.set()
@@ -413,7 +413,7 @@ class ProcessTest(parameterized.TestCase):
         async def run():
             async with orchestrating(server, dataclasses.replace(CONFIG, rl=rl)) as ask:
                 await ask("/publish", folder="i0-v0", version=0)
-                await ask("/start", groups={})
+                await ask("/start", groups={}, journal=None)
                 answer = 200, {}
                 while answer[0] == 200:
                     answer = await ask("/take", version=0, seconds=0.05)
@@ -430,7 +430,7 @@ class ProcessTest(parameterized.TestCase):
         async def run():
             async with orchestrating(Server()) as ask:
                 await ask("/publish", folder="i0-v0", version=0)
-                await ask("/start", groups={})
+                await ask("/start", groups={}, journal=None)
                 await asyncio.sleep(0.15)
                 steps = [await ask("/take", version=i) for i in (0, 1)]
                 return [answer["lag"] for _, answer in steps]

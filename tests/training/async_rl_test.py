@@ -5,6 +5,7 @@ import collections
 import contextlib
 import dataclasses
 import importlib.util
+import itertools
 import json
 import os
 import pathlib
@@ -28,8 +29,10 @@ from pydantic_ai.providers import openai as openai_providers
 
 from glm5_jax import config as config_lib
 from glm5_jax import environments
+from glm5_jax.rl import episode_files
+from glm5_jax.rl.actors import journal
 from glm5_jax.rl.actors import orchestrator as orchestrator_lib
-from glm5_jax.training import loop, policy
+from glm5_jax.training import loop, policy, replay
 from glm5_jax.training.feeds import engine_processes, own_engine, player, rollouts
 from glm5_jax.training.reporting import metrics
 from glm5_jax.training.run import health
@@ -97,13 +100,73 @@ class AsyncTest(runs.OneDeviceTest):
             self.assertEqual(record["optim/skipped_total"], 0)
         self.assertGreater(sum(r["rl/tokens/stale_1"] for r in records), 0)
 
-    def test_a_killed_run_loses_no_group(self):
-        folder = self.root / "killed"
-        first = self.train(STALE, folder, SLOW)
+    def test_a_killed_run_goes_on_with_what_was_under_way(self):
+        """It has learnt four steps, two of them since its checkpoint."""
+        folder, killed = self.root / "alive", self.root / "killed"
+        resets, take = collections.Counter(), own_engine.OwnEngine.take
+
+        def unfinished(path, names):
+            saves = pathlib.Path(path).name == "checkpoints"
+            return [n for n in names if n.startswith(".") or (saves and n != "2")]
+
+        def copied(actors, version):
+            if version == 4:  # before the fifth step has its groups
+                while not actors._local.call(lambda made: made.groups.num_ready):
+                    time.sleep(0.002)
+                shutil.copytree(folder, killed, ignore=unfinished)
+            return take(actors, version)
+
+        with mock.patch.object(own_engine.OwnEngine, "take", copied):
+            first = self.train(STALE, folder, SLOW)
+        self.assertEqual(episode_files.numbers(killed), [1, 2, 3, 4])
+        under_way = journal.Journal(killed / "episodes" / journal.FOLDER).read(4)
+        ended = {known.index: len(known.ended) for known in under_way}
+        ready = {index for index, num_ended in ended.items() if num_ended == 4}
+        self.assertTrue(ready - {*itertools.chain(*first[:4])})
+
+        reset = rl_runs.Lottery.reset
+
+        async def counted(taskset, task):
+            resets[task.id] += 1
+            return await reset(taskset, task)
+
+        with mock.patch.object(rl_runs.Lottery, "reset", counted):
+            second = self.train(STALE, killed, SLOW)
+        self.assertLen(second, 2)  # the others were learnt from their files
+        learnt = [index for step in first[:4] + second for index in step]
+        self.assertLen(set(learnt), 12)
+        self.assertContainsSubset(ready - {*learnt[:8]}, learnt[8:])
+        tasks = rl_runs.Lottery()
+        played = {i: resets[tasks.task("train", STALE.seed, i).id] for i in ended}
+        self.assertEqual(
+            played, {i: 0 if i in learnt[:8] else 4 - n for i, n in ended.items()}
+        )
+        states = [rl_runs.read_state(f, STALE, 4) for f in (folder, killed)]
+        jax.tree.map(np.testing.assert_array_equal, *states)
+        records = metrics.read(killed / "metrics.jsonl")
+        self.assertEqual([r["step"] for r in records], [1, 2, 3, 4, 5, 6])
+        self.assertLessEqual(max(r["rollout/staleness_max"] for r in records), 2)
+        self.assertLess(max(r["rl/logprob_gap"] for r in records), 1e-5)
+        ledger = {k: v for k, v in records[-1].items() if k.startswith("groups/")}
+        self.assertEqual(ledger.pop("groups/begun"), sum(ledger.values()))
+        self.assertNotIn("groups/dropped_stale", ledger)
+        told = [
+            [{k: v for k, v in r.items() if k.startswith("groups/")} for r in run[2:4]]
+            for run in (metrics.read(folder / "metrics.jsonl"), records)
+        ]
+        self.assertEqual(*told)  # of the steps that were learnt again
+        self.assertTrue(replay.replay(killed).is_same)
+
+    def test_a_run_that_kept_no_episodes_plays_them_again(self):
+        folder = self.root / "forgetful"
+        rl = dataclasses.replace(STALE.rl, episodes_gib=0.0)
+        config = dataclasses.replace(STALE, rl=rl)
+        first = self.train(config, folder, SLOW)
         for step in ("4", "6"):  # as if it was killed before they were written
             shutil.rmtree(folder / "checkpoints" / step)
         (folder / "summary.json").unlink()
-        second = self.train(STALE, folder, SLOW)
+        second = self.train(config, folder, SLOW)
+        self.assertFalse((folder / "episodes").exists())
         self.assertLen(second, 4)
         learnt = [index for step in first[:2] + second for index in step]
         self.assertLen(set(learnt), 12)

@@ -19,6 +19,7 @@ STEP = {
     "evaluated": [2, trajectories.all_to_json([])],
     "counts": {"groups": 2},
     "ledger": {},
+    "memory": {"next": 8, "again": [6]},
     "figures": {},
     "lag": 0.25,
     "repaired": 0,
@@ -67,6 +68,7 @@ class EngineProcessesTest(runs.FolderTest):
             self.assertEqual(self.asking(port).evaluate(), [])
         self.assertEqual(taken.metrics["rollout/groups"], 2)
         self.assertEqual(taken.evaluated, (2, []))
+        self.assertEqual(taken.memory, {"next": 8, "again": [6]})
         self.assertEqual(taken.metrics["actors/loop_lag_seconds"], 0.25)
         body = {"version": 3, "seconds": engine_processes._TURN_SECONDS}
         self.assertEqual(asked[:3], [("/take", body)] * 3)

@@ -11,6 +11,7 @@ from glm5_jax import environments
 from glm5_jax.environments import protocol
 from glm5_jax.rl import episode_files
 from glm5_jax.training import episode_reports, loop, replay
+from glm5_jax.training.feeds import groups as groups_lib
 from glm5_jax.training.feeds import rollouts
 from tests import environment, runs
 from tests.training import rl_runs
@@ -109,7 +110,9 @@ class ReplayTest(runs.OneDeviceTest):
             rl_runs.make_config({"episodes_gib": -1.0})
         rl = dataclasses.replace(self.config.rl, episodes_gib=0.0)
         feed = rollouts.Rollouts(dataclasses.replace(self.config, rl=rl))
-        feed.keep(self.root / "none", 1)
+        feed._drawn = 0, groups_lib.Played([], [], [], {})
+        feed.begin(self.root / "none", 0)
+        feed.keep(1)
         self.assertFalse((self.root / "none").exists())
 
 

@@ -73,11 +73,14 @@ def make_async(max_staleness, rl=None, **changes):
 STALE = make_async(2, num_steps=6)
 
 
-def read_state(workdir, config):
-    """Parameters and optimizer state of a run's newest checkpoint."""
+def read_state(workdir, config, step=None):
+    """Parameters and optimizer state of a checkpoint, the newest if none is given."""
     params = transformer.abstract_params(config.model)
     optimizer = step_lib.make_optimizer(config)
     state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
+    if step is not None:
+        folder = workdir.absolute() / "checkpoints" / str(step)
+        return jax.device_get(manager.read_state(folder, state))
     checkpoints = manager.CheckpointManager(workdir, 9)
     _, state, _ = checkpoints.restore(state)
     checkpoints.close()

@@ -45,6 +45,7 @@ TAKEN = actors.Taken(
     [ONE, FOUR],
     [FOUR],
     {"groups/done": 3, "actors/engines_idle_share": 0.25},
+    {"next": 5, "again": [4]},
     held_out.Evaluation(3, [FOUR]),
 )
 
@@ -71,6 +72,7 @@ class SharedActorsTest(absltest.TestCase):
             self.assertEqual(records(ours), records(theirs))
         self.assertEqual([*map(records, taken.groups)], [*map(records, TAKEN.groups)])
         self.assertEqual(taken.metrics, TAKEN.metrics)
+        self.assertEqual(taken.memory, TAKEN.memory)
         self.assertEqual(taken.evaluated.version, 3)
         self.assertEqual(records(taken.evaluated.episodes), records([FOUR]))
 
@@ -121,12 +123,12 @@ class SharedActorsTest(absltest.TestCase):
         made.publish({"w": 1}, 2)
         self.asked.publish.assert_called_once_with({"w": 1}, 2)
         with mock.patch.object(shared_actors.together, "is_first", return_value=False):
-            made.start({})
+            made.start({}, None)
             made.evaluate_beside(2)
         self.asked.start.assert_not_called()
         self.asked.evaluate_beside.assert_not_called()
-        made.start({"next": 0})
-        self.asked.start.assert_called_once_with({"next": 0})
+        made.start({"next": 0}, None)
+        self.asked.start.assert_called_once_with({"next": 0}, None)
         made.evaluate_beside(3)
         self.asked.evaluate_beside.assert_called_once_with(3)
 

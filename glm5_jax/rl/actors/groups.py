@@ -104,6 +104,28 @@ class Groups(Generic[T]):
         self._groups[index] = _Group(self.version, self.version)
         return index
 
+    def resume(self, index: int, version: int) -> bool:
+        """Lets a group of before a kill run on; call it before any `begin`.
+
+        Args:
+          index: of the group; call it for smaller ones first.
+          version: of the weights with which it began.
+
+        Returns:
+          False if it has no place: it is done, or was dropped.
+        """
+        if index in self._again:
+            self._again.remove(index)
+            self._counts["restarted"] -= 1  # as `state` had counted it
+        elif index >= self._next:  # it began after the state was saved
+            self._again.extend(range(self._next, index))
+            self._next = index + 1
+            self._counts["begun"] += 1
+        else:
+            return False
+        self._groups[index] = _Group(version, version)
+        return True
+
     def finish(self, index: int, content: T, oldest: int | None = None) -> None:
         """Makes a running group ready.
 

@@ -14,6 +14,7 @@ from glm5_jax.rl import calls, entrance
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl import pump as pump_lib
 from glm5_jax.rl.actors import groups as groups_lib
+from glm5_jax.rl.actors import journal as journal_lib
 from glm5_jax.rl.actors import orchestrator as orchestrator_lib
 
 T = TypeVar("T")
@@ -38,6 +39,7 @@ class Local:
         service: service_lib.Service,
         game: Game,
         groups: groups_lib.Groups[orchestrator_lib.Group],
+        journal: journal_lib.Journal,
     ) -> None:
         """Begins to play.
 
@@ -45,11 +47,13 @@ class Local:
           service: of the engine, which may have other clients.
           game: what is played.
           groups: which the thread alone uses from now on.
+          journal: of the groups, which the thread alone uses, too.
 
         Raises:
           InputError: see `entrance.of`.
         """
-        self._service, self._game, self._groups = service, game, groups
+        self._service, self._game = service, game
+        self._groups, self._journal = groups, journal
         self._started: futures.Future[asyncio.AbstractEventLoop] = futures.Future()
         self._orchestrator: orchestrator_lib.Orchestrator
         self._end: asyncio.Event
@@ -91,7 +95,11 @@ class Local:
         plain = episodes_lib.Context(pump, game.taskset, game.template, game.settings)
         async with entrance.of(plain) as context:
             self._orchestrator = orchestrator_lib.Orchestrator(
-                context, game.jobs, self._groups, drop_equal=game.drop_equal
+                context,
+                game.jobs,
+                self._groups,
+                drop_equal=game.drop_equal,
+                journal=self._journal,
             )
             playing = asyncio.create_task(self._orchestrator.run())
             try:

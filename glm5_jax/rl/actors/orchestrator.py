@@ -19,6 +19,7 @@ from glm5_jax.rl import advantages, completer
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl.actors import beside, failing, starving
 from glm5_jax.rl.actors import groups as groups_lib
+from glm5_jax.rl.actors import journal as journal_lib
 from glm5_jax.rl.actors import window as window_lib
 
 Group = list[episodes_lib.Episode]  # of one task
@@ -50,6 +51,7 @@ class Orchestrator:
         *,
         drop_equal: bool,
         evaluation: beside.Beside | None = None,
+        journal: journal_lib.Journal | None = None,
     ) -> None:
         """Prepares; `run` plays.
 
@@ -62,10 +64,13 @@ class Orchestrator:
           groups: which may begin, and which belong to a step.
           drop_equal: whether groups of equal rewards are dropped, and replaced.
           evaluation: plays held-out tasks; None: one with the engine of the others.
+          journal: keeps what is under way, for a start after a kill; None: nobody does.
         """
         self.window = window_lib.Window(context.settings.num_concurrent)
         self._engine = _Watched(context.engine, self.window)
-        self._context = dataclasses.replace(context, engine=self._engine)
+        self._journal = journal or journal_lib.Journal(None)
+        remembering = journal_lib.Remembering(self._engine, self._journal)
+        self._context = dataclasses.replace(context, engine=remembering)
         self._jobs, self._drop_equal = jobs, drop_equal
         self.evaluation = evaluation or beside.Beside(self._context)
         self.groups = groups
@@ -80,6 +85,7 @@ class Orchestrator:
         self._turn = asyncio.Event()  # set, and replaced, at every change
         self._error: BaseException | None = None  # after which groups do not come
         self._played = Played([], [], collections.Counter())  # since the last `take`
+        self._taken: collections.deque[list[int]] = collections.deque()  # by steps
 
     async def run(self) -> None:
         """Plays groups until it is cancelled.
@@ -92,6 +98,8 @@ class Orchestrator:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.evaluation.run())
+                for begun in await self._resumed():
+                    tasks.create_task(self._play(*begun))
                 while True:
                     while (jobs := await self._next()) is not None:
                         tasks.create_task(self._play(*jobs))
@@ -104,6 +112,7 @@ class Orchestrator:
             raise
         finally:
             self._tell()
+            self._journal.close()
 
     async def take(self, stall_seconds: float) -> list[tuple[int, Group]]:
         """Waits for the groups of the next step; returns them with their indices.
@@ -124,6 +133,10 @@ class Orchestrator:
                     raise StalledError(self._stalled(stall_seconds)) from None
         self._waited += time.monotonic() - began
         self._starving.took(group[0].task.tag for _, group in batch)
+        self._taken.append([index for index, _ in batch])
+        if len(self._taken) > 2:  # the step's own file is written: Rollouts.keep
+            for index in self._taken.popleft():
+                self._journal.forget(index)
         return batch
 
     def give_up(self, error: BaseException) -> None:
@@ -155,16 +168,32 @@ class Orchestrator:
             "actors/reread_share": round(self.window.reread_share(), 4),
         }
 
+    async def _resumed(self) -> list[tuple[int, Jobs]]:
+        """Returns the groups that were under way at a kill, and go on."""
+        resumed = []
+        for known in await asyncio.to_thread(self._journal.read, self.groups.version):
+            if not self.groups.resume(known.index, known.version):
+                self._journal.forget(known.index)
+                continue
+            jobs = await asyncio.to_thread(self._jobs, known.index)
+            self._starving.began(jobs[0].task.tag)
+            self._journal.begin(known, jobs)
+            self.num_running += len(jobs)
+            resumed.append((known.index, jobs))
+        return resumed
+
     async def _next(self) -> tuple[int, Jobs] | None:
         """Begins a group if one may begin; returns its index and its episodes."""
         if self._num_retrying or self.num_running >= self.window.limit:
             return None
         while (index := self.groups.begin()) is not None:
+            known = journal_lib.Known(index, self.groups.version)
             jobs = await asyncio.to_thread(self._jobs, index)
             tag = jobs[0].task.tag
             self._starving.began(tag)
             if not self._failing.is_paused(tag):
                 self.num_running += len(jobs)
+                self._journal.begin(known, jobs)
                 return index, jobs
             self.groups.skip(index)
             self._starving.lost(tag, "paused")
@@ -179,6 +208,7 @@ class Orchestrator:
         except completer.EngineError as error:
             await _cancelled(tasks)
             await self._failed(error, epoch)
+            self._journal.forget(index)
             self.groups.restart(index)
         except BaseException:
             await _cancelled(tasks)
@@ -191,7 +221,11 @@ class Orchestrator:
     async def _episode(self, job: episodes_lib.Job) -> episodes_lib.Episode:
         self.window.began(job.request_id)
         try:
-            return await episodes_lib.run(self._context, job)
+            episode = self._journal.ended(job)
+            if episode is None:
+                episode = await episodes_lib.run(self._context, job)
+                self._journal.end(job, episode)
+            return episode
         finally:
             self.num_running -= 1
             self.window.ended(job.request_id, self._context.settings.max_turns)
@@ -235,6 +269,7 @@ class Orchestrator:
         else:
             why = "invalid" if is_invalid else "equal"
             self.groups.drop(index, why)
+            self._journal.forget(index)
             self._starving.lost(group[0].task.tag, why)
         failed = [e for e in group if not e.label.is_scored] if is_invalid else []
         reason = f"{failed[0].label.value}: {failed[0].reason}" if failed else ""

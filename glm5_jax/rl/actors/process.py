@@ -1,6 +1,6 @@
 """The orchestrator as a process of its own, which a trainer asks over HTTP.
 
-    POST /start   {"groups": {...}}                begins to play: see `Groups`
+    POST /start   {"groups": {...}, "journal": "..."}  begins to play: see `Groups`
     POST /publish {"folder": "...", "version": 3}  gives the servers new weights
     POST /take    {"version": 3, "seconds": 60}    waits for the groups of a step
     POST /evaluate {"seconds": 60}                 plays the held-out tasks
@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import pathlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -33,6 +34,7 @@ from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl.actors import beside, pinned, remote
 from glm5_jax.rl.actors import fleet as fleet_lib
 from glm5_jax.rl.actors import groups as groups_lib
+from glm5_jax.rl.actors import journal as journal_lib
 from glm5_jax.rl.actors import lag as lag_lib
 from glm5_jax.rl.actors import orchestrator as orchestrator_lib
 
@@ -152,7 +154,7 @@ class Process:
     async def _start(self, body: dict[str, Any]) -> dict[str, Any]:
         if self._orchestrator is not None:
             raise RuntimeError("the orchestrator has started already.")
-        rl = self._config.rl
+        rl, folder = self._config.rl, body["journal"]
         groups = groups_lib.Groups[orchestrator_lib.Group](
             rl.prompts_per_step,
             rl.max_staleness,
@@ -169,6 +171,7 @@ class Process:
             groups,
             drop_equal=rl.dynamic_sampling,
             evaluation=evaluation,
+            journal=journal_lib.Journal(folder and pathlib.Path(folder)),
         )
         self._spawn(self._orchestrator.run())
         return {}
@@ -207,6 +210,7 @@ class Process:
             "evaluated": evaluated
             and [evaluated.version, trajectories.all_to_json(evaluated.episodes)],
             "counts": played.counts,
+            "memory": made.groups.state(body["version"] + 1),
             "ledger": self._orchestrator.groups.ledger(),
             "figures": self._orchestrator.figures(),
             "lag": self._lag.taken(),

@@ -1,6 +1,7 @@
 """Who plays the episodes of an asynchronous run, and with which engines."""
 
 import dataclasses
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,6 +18,7 @@ class Taken:
     episodes: Sequence[episodes_lib.Episode]  # that ended since the last step
     unused: Sequence[episodes_lib.Episode]  # that no step learns from
     metrics: Mapping[str, float | int]
+    memory: Mapping[str, Any]  # `Actors.memory` of a checkpoint after the step
     evaluated: held_out.Evaluation | None = None  # that is over since the last step
 
 
@@ -31,8 +33,13 @@ class Actors(Protocol):
         """
         ...
 
-    def start(self, state: Mapping[str, Any]) -> None:
-        """Begins to play, from what `memory` returned; `publish` comes before."""
+    def start(self, state: Mapping[str, Any], folder: pathlib.Path | None) -> None:
+        """Begins to play; `publish` comes before.
+
+        Args:
+          state: what `memory` returned.
+          folder: of the files of what is under way, which goes on; None: none are kept.
+        """
         ...
 
     def take(self, version: int) -> Taken:

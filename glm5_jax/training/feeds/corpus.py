@@ -51,6 +51,9 @@ class Corpus:
             template = templates.make_template(config.data, self.tokenizer)
             self._player = player_lib.Player(config, taskset, template)
 
+    def begin(self, workdir: pathlib.Path, step: int) -> None:
+        """Does nothing."""
+
     def restrict_to(self, rows: Mapping[int, Sequence[int]]) -> None:
         """Makes only these rows of each batch from now on, by the size of a batch."""
         self._pipeline.restrict_to(rows)
@@ -63,7 +66,7 @@ class Corpus:
         self._batches = position + 1, batches
         return next(batches), self._metrics(position + 1)
 
-    def keep(self, workdir: pathlib.Path, step: int) -> None:
+    def keep(self, step: int) -> None:
         """Does nothing: the seed and the position give the batch again."""
 
     def check(self, metrics: feed.Metrics, step: int) -> None:

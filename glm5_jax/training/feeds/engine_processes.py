@@ -100,9 +100,10 @@ class EngineProcesses:
             time.perf_counter() - began,
         )
 
-    def start(self, state: Mapping[str, Any]) -> None:
+    def start(self, state: Mapping[str, Any], folder: pathlib.Path | None) -> None:
         """Lets the orchestrator begin to play."""
-        self._ask("/start", {"groups": state})
+        journal = folder and str(folder.absolute())
+        self._ask("/start", {"groups": state, "journal": journal})
 
     def take(self, version: int) -> actors.Taken:
         """Lets groups begin with a version; waits for those of the step after it.
@@ -122,7 +123,8 @@ class EngineProcesses:
             version, records = found["evaluated"]
             played = trajectories.all_from_json(records)
             evaluated = held_out.Evaluation(version, played)
-        return actors.Taken(groups, episodes, unused, metrics, evaluated)
+        memory = found["memory"]
+        return actors.Taken(groups, episodes, unused, metrics, memory, evaluated)
 
     def evaluate(self) -> Sequence[episodes_lib.Episode]:
         """Plays the held-out tasks beside the other episodes."""

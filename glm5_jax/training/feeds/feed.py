@@ -31,6 +31,10 @@ class Feed(Protocol):
     is_on_policy: bool  # a batch needs the weights of the step before
     tells_of_stalls: bool  # it raises if a batch does not come, which may take hours
 
+    def begin(self, workdir: pathlib.Path, step: int) -> None:
+        """Uses the folder of a run, of which `step` steps are done, from now on."""
+        ...
+
     def restrict_to(self, rows: Mapping[int, Sequence[int]]) -> None:
         """Makes only the rows of this process from now on, by the size of a batch."""
         ...
@@ -43,11 +47,10 @@ class Feed(Protocol):
         """
         ...
 
-    def keep(self, workdir: pathlib.Path, step: int) -> None:
-        """Writes what a person may want to know of the last batch into a run's folder.
+    def keep(self, step: int) -> None:
+        """Writes into the run's folder what is to be kept of the last batch.
 
         Args:
-          workdir: the folder.
           step: that learns from the batch.
         """
         ...

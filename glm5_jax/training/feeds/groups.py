@@ -1,6 +1,7 @@
 """Groups of episodes that a step of reinforcement learning gets, and who plays them."""
 
 import dataclasses
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,6 +18,9 @@ class Played:
     episodes: Sequence[episodes_lib.Episode]  # all that were played, for the metrics
     unused: Sequence[episodes_lib.Episode]  # that no step learns from
     metrics: Mapping[str, float | int]
+    # What a checkpoint after the step keeps of `Source.memory`; None: ask for it.
+    memory: Mapping[str, Any] | None = None
+    is_kept: bool = False  # by the run's folder, from which the groups come
 
 
 @runtime_checkable
@@ -26,6 +30,10 @@ class Source(Protocol):
     @property
     def shown(self) -> Sequence[episodes_lib.Episode]:
         """Returns a few of the episodes that were played last."""
+        ...
+
+    def begin(self, workdir: pathlib.Path, step: int) -> None:
+        """Uses the folder of a run, of which `step` steps are done, from now on."""
         ...
 
     def play(self, params: dict, position: int) -> Played:

@@ -1,5 +1,6 @@
 """Actors in a thread of the trainer's process, with an engine on its devices."""
 
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from glm5_jax.environments import protocol
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl import jobs
 from glm5_jax.rl.actors import groups as groups_lib
+from glm5_jax.rl.actors import journal as journal_lib
 from glm5_jax.rl.actors import local
 from glm5_jax.rl.actors import orchestrator as orchestrator_lib
 from glm5_jax.training.feeds import actors
@@ -37,7 +39,7 @@ class OwnEngine:
         """Gives the engine a copy of weights between two dispatches."""
         self._player.publish(params, version, self._config.rl.rollout_weights)
 
-    def start(self, state: Mapping[str, Any]) -> None:
+    def start(self, state: Mapping[str, Any], folder: pathlib.Path | None) -> None:
         """Begins to play in a thread."""
         config, rl = self._config, self._config.rl
         game = local.Game(
@@ -53,7 +55,8 @@ class OwnEngine:
             dict(state),
             max_dropped=jobs.most_dropped(rl),
         )
-        self._local = local.Local(self._player.serve(), game, groups)
+        journal = journal_lib.Journal(folder)
+        self._local = local.Local(self._player.serve(), game, groups, journal)
 
     def take(self, version: int) -> actors.Taken:
         """Lets groups begin with a version; waits for those of the step after it.
@@ -74,8 +77,11 @@ class OwnEngine:
         metrics |= {f"groups/{name}": n for name, n in ledger.items()}
         metrics |= self._local.call(orchestrator_lib.Orchestrator.figures)
         evaluated = self._local.call(lambda made: made.evaluation.taken())
+        memory = self._local.call(lambda made: made.groups.state(version + 1))
         groups = [group for _, group in taken]
-        return actors.Taken(groups, played.episodes, played.unused, metrics, evaluated)
+        return actors.Taken(
+            groups, played.episodes, played.unused, metrics, memory, evaluated
+        )
 
     def evaluate(self) -> Sequence[episodes_lib.Episode]:
         """Plays the held-out tasks beside the other episodes."""

@@ -58,6 +58,7 @@ class Rollouts:
         self._source = SOURCES[config.stage_record.feed](config, taskset, template)
         self._idle_steps = 0  # in a row
         self._drawn: tuple[int, groups_lib.Played]  # the last batch
+        self._workdir: pathlib.Path | None = None
         self._files: episode_files.Writer | None = None
         settings = {
             "environment": config.rl.environment,
@@ -67,6 +68,11 @@ class Rollouts:
             "seed": config.seed,
         }
         self.fingerprint = " ".join(f"{key}={value}" for key, value in settings.items())
+
+    def begin(self, workdir: pathlib.Path, step: int) -> None:
+        """Uses the folder of a run, in which steps of before a kill may be kept."""
+        self._workdir = workdir
+        self._source.begin(workdir, step)
 
     def restrict_to(self, rows: Mapping[int, Sequence[int]]) -> None:
         """Does nothing: every process makes all rows, whose number may vary."""
@@ -97,16 +103,24 @@ class Rollouts:
         }
         return batch, metrics
 
-    def keep(self, workdir: pathlib.Path, step: int) -> None:
+    def keep(self, step: int) -> None:
         """Writes the episodes of the last batch into the run's folder."""
-        limit = self._config.rl.episodes_gib * 2**30
-        if not limit or not together.is_first():
+        limit, (position, played) = self._config.rl.episodes_gib * 2**30, self._drawn
+        if not limit or played.is_kept or not together.is_first():
             return
         if self._files is None:
-            self._files = episode_files.Writer(workdir, limit)
-        position, played = self._drawn
+            assert self._workdir is not None, "begin comes first"
+            self._files = episode_files.Writer(self._workdir, limit)
         self._files.write(
-            episode_files.Step(step, position, played.groups, played.unused)
+            episode_files.Step(
+                step,
+                position,
+                played.groups,
+                played.unused,
+                num_steps=self._config.num_steps,
+                memory=played.memory,
+                metrics=played.metrics,
+            )
         )
 
     def check(self, metrics: feed.Metrics, step: int) -> None:

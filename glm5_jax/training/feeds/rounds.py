@@ -4,6 +4,7 @@ Tasks, requests and random numbers are functions of the seed and the position, s
 that was killed plays the same rollouts again.
 """
 
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,6 +38,9 @@ class Rounds:
     def shown(self) -> Sequence[episodes_lib.Episode]:
         """Returns a few of the episodes that were played last."""
         return self._player.shown
+
+    def begin(self, workdir: pathlib.Path, step: int) -> None:
+        """Does nothing."""
 
     def play(self, params: dict, position: int) -> groups_lib.Played:
         """Returns groups; with rl.dynamic_sampling of up to rl.max_rounds rounds."""

@@ -42,10 +42,10 @@ class SharedActors:
         """Gives the engines weights, of which each process writes its part."""
         self._actors.publish(params, version)
 
-    def start(self, state: Mapping[str, Any]) -> None:
+    def start(self, state: Mapping[str, Any], folder: pathlib.Path | None) -> None:
         """Begins to play."""
         if together.is_first():
-            self._actors.start(state)
+            self._actors.start(state, folder)
 
     def take(self, version: int) -> actors_lib.Taken:
         """Returns the groups of the next step, the same ones in every process.
@@ -112,7 +112,11 @@ class SharedActors:
 
 def _record(taken: actors_lib.Taken) -> dict[str, Any]:
     played = trajectories.pack([*taken.groups, taken.episodes, taken.unused])
-    record: dict[str, Any] = {"played": played, "metrics": dict(taken.metrics)}
+    record: dict[str, Any] = {
+        "played": played,
+        "metrics": dict(taken.metrics),
+        "memory": taken.memory,
+    }
     if taken.evaluated is not None:
         version, episodes = taken.evaluated
         record["evaluated"] = version, trajectories.all_to_json(episodes)
@@ -125,4 +129,5 @@ def _taken(record: Mapping[str, Any]) -> actors_lib.Taken:
     if "evaluated" in record:
         version, records = record["evaluated"]
         evaluated = held_out.Evaluation(version, trajectories.all_from_json(records))
-    return actors_lib.Taken(groups, episodes, unused, record["metrics"], evaluated)
+    metrics, memory = record["metrics"], record["memory"]
+    return actors_lib.Taken(groups, episodes, unused, metrics, memory, evaluated)

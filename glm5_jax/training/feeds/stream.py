@@ -7,6 +7,7 @@ max_staleness=0 and an engine of this process, rollouts are those of rounds.py.
 """
 
 import pathlib
+import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,10 +16,17 @@ import jax
 from glm5_jax import config as config_lib
 from glm5_jax.data.chat import templates
 from glm5_jax.environments import protocol
+from glm5_jax.processes import together
+from glm5_jax.rl import episode_files, held_out
 from glm5_jax.rl import episodes as episodes_lib
-from glm5_jax.rl import held_out
+from glm5_jax.rl.actors import journal
 from glm5_jax.training.feeds import actors as actors_lib
-from glm5_jax.training.feeds import engine_processes, own_engine, shared_actors
+from glm5_jax.training.feeds import (
+    engine_processes,
+    kept_steps,
+    own_engine,
+    shared_actors,
+)
 from glm5_jax.training.feeds import groups as groups_lib
 from glm5_jax.training.feeds import player as player_lib
 
@@ -47,21 +55,37 @@ class Stream:
             folder = pathlib.Path(config.rl.weights_store)
             self._actors = shared_actors.SharedActors(self._actors, folder)
         self._is_playing = False
+        self._folder: pathlib.Path | None = None  # of what is under way
+        self._kept: kept_steps.KeptSteps | None = None
         self._saved: Mapping[str, Any] = {}
         self.shown: Sequence[episodes_lib.Episode] = ()
 
+    def begin(self, workdir: pathlib.Path, step: int) -> None:
+        """Uses the folder of a run from now on, and what a killed one left there."""
+        num_steps = self._config.num_steps
+        self._kept = kept_steps.KeptSteps(workdir, step, num_steps)
+        folder = workdir / episode_files.FOLDER / journal.FOLDER
+        if step == 0 and together.is_first():  # what is there had another start
+            shutil.rmtree(folder, ignore_errors=True)
+        self._folder = folder if self._config.rl.episodes_gib else None
+
     def play(self, params: dict, position: int) -> groups_lib.Played:
         """Publishes the weights and waits for the oldest groups.
+
+        After a kill it returns those of the steps that were done already.
 
         Raises:
           StalledError: no episode advances.
           EngineError: the engines failed again and again.
         """
+        if not self._is_playing and self._kept and (kept := self._kept.take(position)):
+            return self._played_before(kept)
         self._actors.publish(params, position)
         if not self._is_playing:
             first = position * self._config.rl.prompts_per_step
             begun = {"next": first, "again": [], "counts": {}}
-            self._actors.start({**begun, **self._saved, "version": position})
+            state = {**begun, **self._saved, "version": position}
+            self._actors.start(state, self._folder)
             self._is_playing = True
         taken = self._actors.take(position)
         own = [episode for group in taken.groups for episode in group]
@@ -70,7 +94,9 @@ class Stream:
         metrics = taken.metrics
         if taken.evaluated is not None:
             metrics = {**metrics, **held_out.mixed_figures(taken.evaluated)}
-        return groups_lib.Played(taken.groups, episodes, taken.unused, metrics)
+        return groups_lib.Played(
+            taken.groups, episodes, taken.unused, metrics, taken.memory
+        )
 
     def evaluate(self, params: dict, position: int) -> dict[str, float]:
         """Returns success on held-out tasks, while other episodes continue.
@@ -108,3 +134,13 @@ class Stream:
     def close(self) -> None:
         """Cancels all episodes and ends the engines."""
         self._actors.close()
+
+    def _played_before(self, kept: episode_files.Step) -> groups_lib.Played:
+        """Returns what a step took before a kill; actors go on after it."""
+        self._saved = kept.memory or {}
+        groups = [[*group] for group in kept.groups]
+        episodes = [*(episode for group in groups for episode in group), *kept.unused]
+        self.shown = episodes[: player_lib.NUM_SHOWN]
+        return groups_lib.Played(
+            groups, episodes, kept.unused, kept.metrics, is_kept=True
+        )

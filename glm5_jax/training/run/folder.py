@@ -1,9 +1,9 @@
 """The folder of a run: which run it belongs to, and the small files in it.
 
 config.json (resolved), metrics.jsonl, summary.json (written last), checkpoints/STEP/,
-samples/STEP.txt, episodes/STEP.json.gz, tokenizer.json, loss.png; rollback.json after a
-rollback, stacks_N.txt where process N hung, lineage where hosts keep copies. Process 0
-writes all but the checkpoints and the stacks.
+samples/STEP.txt, episodes/STEP.json.gz, episodes/under_way/GROUP.jsonl, tokenizer.json,
+loss.png; rollback.json after a rollback, stacks_N.txt where process N hung, lineage
+where hosts keep copies. Process 0 writes all but the checkpoints and the stacks.
 """
 
 import contextlib

@@ -290,6 +290,7 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path, mesh: Mesh) -> 
             rows=rows,
         )
         _fill(run)
+        feed.begin(workdir, run.step)
         run.with_reference = reference.make(config, program)
         run.with_teachers = teachers.make(config, program)
         run.compile()
