@@ -90,8 +90,9 @@ MAX_COLUMNS = 88
 # The terms that keep a policy near another one or random take 3, packed episodes 1.
 # Servers of others take 2, with the folder of their weights. A critic takes 6,
 # teachers 1. Copies on hosts take 2. Limits of an answer and of an episode take 2, and
-# reading again what older weights have read 1, an evaluation beside the training 2.
-MAX_CONFIG_FIELDS = 210
+# reading again what older weights have read 1, an evaluation beside the training 2,
+# the bounds of a mixture's parts 1.
+MAX_CONFIG_FIELDS = 211
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "misc"}
 
 

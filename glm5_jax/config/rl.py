@@ -38,6 +38,10 @@ class RLConfig:
 
     # Name of a task in environments/, "reasoning_gym:NAME", or "module:Class" of yours.
     environment: str = "reverse"
+    # Most episodes under way of each part of a mixture of tasks, in the order of
+    # environment, such as a service of its own bears; 0: no bound but that of all.
+    # (): no part has one.
+    concurrency: tuple[int, ...] = ()
     prompts_per_step: int = 32  # tasks of a step, each answered group_size times
     group_size: int = 32  # answers to one task, whose rewards are compared
     max_new_tokens: int = 1024  # longest turn of the model, in tokens
@@ -197,6 +201,7 @@ class RLConfig:
                 f"{self.updates_per_rollout}.",
             ),
             *self._of_servers(),
+            self._rule_of_parts(),
             (
                 not self.rows_per_step or self.objective != "gspo",
                 "rows_per_step must be 0 with objective='gspo', whose ratio is that of "
@@ -235,6 +240,17 @@ class RLConfig:
             ),
         )
 
+    def _rule_of_parts(self) -> tuple[bool, str]:
+        """Returns the check of the bounds of a mixture's parts."""
+        return (
+            len(self.concurrency) in (0, self.num_parts)
+            and all(n == 0 or n >= self.group_size for n in self.concurrency),
+            f"concurrency must have a number for each of the {self.num_parts} parts of "
+            f"environment={self.environment!r}, 0 for no bound or at least "
+            f"group_size={self.group_size}, as a group begins as a whole; got "
+            f"{self.concurrency}.",
+        )
+
     @property
     def has_servers(self) -> bool:
         """True where servers sample, not an engine in the trainer's process."""
@@ -244,6 +260,11 @@ class RLConfig:
     def compares_groups(self) -> bool:
         """True where a reward teaches by its difference to others of its group."""
         return not (self.critic or self.teachers)
+
+    @property
+    def num_parts(self) -> int:
+        """Returns the number of tasksets that environment mixes; 1 if it is one."""
+        return self.environment.count("+") + 1
 
     @property
     def num_rows(self) -> int:

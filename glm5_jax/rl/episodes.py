@@ -19,7 +19,6 @@ A `close` that fails or takes too long does not change the label. Errors of the 
 are not the environment's fault and are not caught.
 """
 
-import asyncio
 import contextlib
 import copy
 import dataclasses
@@ -28,7 +27,7 @@ import itertools
 import math
 import numbers
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from glm5_jax import config
@@ -48,6 +47,7 @@ class Settings:
     max_new_tokens: int  # of a turn
     max_turns: int
     num_concurrent: int  # episodes under way; more than slots hide slow environments
+    concurrency: tuple[int, ...] = ()  # the same of each part: see RLConfig
     temperature: float = 1.0
     call_timeout: float = 60.0  # seconds for one call of an environment
     episode_timeout: float = 600.0  # seconds for all of an episode's
@@ -126,40 +126,6 @@ class Context:
 async def run(context: Context, job: Job) -> Episode:
     """Plays an episode to its end and always closes its environment."""
     return await _Run(context, job).run()
-
-
-async def run_all(
-    context: Context,
-    jobs: Sequence[Job],
-    on_episode: Callable[[int, Episode], object] | None = None,
-) -> list[Episode]:
-    """Plays episodes, settings.num_concurrent at once; returns them in their order.
-
-    Args:
-        context: of all.
-        jobs: the episodes, which begin in this order.
-        on_episode: called with the index of a job when its episode ends.
-
-    Raises:
-        Exception: the engine's, or that of `on_episode`; it ends all others.
-    """
-    episodes: dict[int, Episode] = {}
-    todo = iter(enumerate(jobs))
-
-    async def work() -> None:
-        for i, job in todo:
-            episodes[i] = await run(context, job)
-            if on_episode is not None:
-                on_episode(i, episodes[i])
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(context.settings.num_concurrent, len(jobs))):
-                group.create_task(work())
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None  # the one that stopped the others
-    assert len(episodes) == len(jobs), "every job ends in one episode"
-    return [episodes[i] for i in range(len(jobs))]
 
 
 class _EndError(Exception):

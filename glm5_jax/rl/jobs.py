@@ -32,6 +32,7 @@ def settings(rl: config_lib.RLConfig) -> episodes_lib.Settings:
         max_new_tokens=rl.max_new_tokens,
         max_turns=rl.max_turns,
         num_concurrent=2 * rl.slots * max(rl.num_engines, 1),
+        concurrency=rl.concurrency,
         temperature=rl.temperature,
         call_timeout=rl.step_timeout_seconds,
         episode_timeout=rl.episode_timeout_seconds,

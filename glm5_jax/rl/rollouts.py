@@ -14,7 +14,7 @@ from glm5_jax import config
 from glm5_jax.data.chat import templates
 from glm5_jax.environments import protocol
 from glm5_jax.inference import service as service_lib
-from glm5_jax.rl import calls, entrance
+from glm5_jax.rl import at_once, calls, entrance
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl import pump as pump_lib
 
@@ -93,7 +93,7 @@ async def _played(
     """Runs all jobs, and lets the engine go on alone at the end."""
     try:
         async with entrance.of(context) as opened:
-            return await episodes_lib.run_all(opened, jobs, on_episode)
+            return await at_once.run_all(opened, jobs, on_episode)
     finally:
         pump.close()
 

@@ -75,6 +75,14 @@ class Run(stateful.RuleBasedStateMachine):
             else:  # another takes its place, without end
                 self.groups.skip(index)
 
+    @stateful.rule(data=strategies.data())
+    def renew(self, data: strategies.DataObject) -> None:
+        """Of a group that has waited for a place."""
+        if self.running:
+            index = data.draw(strategies.sampled_from(sorted(self.running)))
+            self.groups.renew(index)
+            assert self.groups.staleness([index]) == 0
+
     @stateful.rule()
     def drop_stale(self) -> None:
         """Drops what the next step may not learn from, and nothing else."""
@@ -326,6 +334,7 @@ class GroupsTest(parameterized.TestCase):
         groups.finish(index, "x")
         for call in (
             groups.restart,
+            groups.renew,
             lambda i: groups.finish(i, "y"),
             lambda i: groups.drop(i, "spoilt"),
         ):

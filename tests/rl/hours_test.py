@@ -28,9 +28,11 @@ STALL = jobs.stall_seconds(RL, Lucky())
 OK = orchestrator_test.OK
 
 
-def make(engine, taskset, groups):
+def make(engine, taskset, groups, concurrency=()):
     """Returns an orchestrator with the limits that runs have."""
-    settings = dataclasses.replace(jobs.settings(RL), max_new_tokens=16)
+    settings = dataclasses.replace(
+        jobs.settings(RL), max_new_tokens=16, concurrency=concurrency
+    )
     context = episodes_lib.Context(
         engine, taskset, orchestrator_test.TEMPLATE, settings
     )
@@ -355,8 +357,9 @@ class Trainer:
 
     NUM_STEPS = 16
 
-    def __init__(self, rng):
+    def __init__(self, rng, taskset=Lucky, concurrency=()):
         self.rng, self.num_kills, self.ages = rng, 0, []
+        self.taskset, self.concurrency = taskset, concurrency
         self.learnt: dict[int, list[int]] = {}  # by step, in its weights
         self.saved = 0, json.dumps(groups_lib.Groups(2, 2).state(0))
 
@@ -370,7 +373,7 @@ class Trainer:
             fails=lambda: rng.random() < 0.02,
         )
         engine.version = step
-        made = make(engine, Lucky(), groups)
+        made = make(engine, self.taskset(), groups, self.concurrency)
         async with playing(made):
             while step < self.NUM_STEPS:
                 taken = await made.take(STALL)

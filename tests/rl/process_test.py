@@ -180,6 +180,8 @@ class ProcessTest(parameterized.TestCase):
         self.assertEqual(before[0], 200)
         self.assertIsNone(before[1]["version"])
         self.assertEqual(before[1]["ledger"], {})
+        self.assertEqual((before[1]["episodes"], before[1]["waiting"]), ({}, 0))
+        self.assertEqual({*after[1]["episodes"]}, {"2_letters", "3_letters"})
         self.assertEqual((before[1]["replicas"], before[1]["repaired"]), (ready, 0))
         self.assertEqual(memory, (200, {}))
         self.assertEqual(too_early[0], 500)

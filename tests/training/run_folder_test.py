@@ -45,6 +45,7 @@ class ClaimTest(parameterized.TestCase):
             *("eval_success", "stop_metric", "stop_at"),
             *("rl.max_logprob_gap", "rl.num_eval_tasks", "rl.answer_timeout_seconds"),
             *("rl.min_start_success", "rl.max_start_success", "rl.episodes_gib"),
+            "rl.concurrency",
             *("rl.servers", "rl.weights_store", "rl.num_engines"),
             *("rl.eval_servers", "rl.evaluates_beside"),
             *("health.spike_nats", "health.on_spike", "health.max_skipped_in_a_row"),

@@ -12,15 +12,14 @@ from glm5_jax.config.stages import record, rl
 
 def _rules(config: record.Config) -> list[record.Rule]:
     """Returns the rules of episodes of the own engine, and that each has a teacher."""
-    number, name = len(config.rl.teachers), config.rl.environment
-    num_parts = name.count("+") + 1
+    number, num_parts = len(config.rl.teachers), config.rl.num_parts
     return [
         *rl.episode_rules(config),
         *rl.own_engine_rules(config),
         (
             number in (1, num_parts),
             f"rl.teachers must name one folder, or one for each of the {num_parts} "
-            f"parts of rl.environment={name!r}, got {number}.",
+            f"parts of rl.environment={config.rl.environment!r}, got {number}.",
         ),
     ]
 

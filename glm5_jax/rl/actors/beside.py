@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from absl import logging
 
-from glm5_jax.rl import completer, held_out
+from glm5_jax.rl import at_once, completer, held_out
 from glm5_jax.rl import episodes as episodes_lib
 
 # Requests of an evaluation that the trainer waits for may run at the same time.
@@ -87,7 +87,7 @@ class Beside:
             try:
                 if prepare is not None:
                     await prepare()
-                episodes = await episodes_lib.run_all(self._context, jobs)
+                episodes = await at_once.run_all(self._context, jobs)
                 self._over = held_out.Evaluation(version, episodes)
             except completer.EngineError as error:
                 logging.warning(

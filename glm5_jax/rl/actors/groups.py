@@ -17,8 +17,9 @@ v + max_staleness. That needs no group to be thrown away:
 
 The wait ends: by 1, the groups of versions up to v fit into the steps up to
 v + max_staleness, and once all of them have finished, the step takes the oldest, which
-leaves no more than fit into the steps after it. With max_staleness 0 every step waits
-for all of its groups, and none runs during an update.
+leaves no more than fit into the steps after it. A group that waits before its first
+token may take each new version (`renew`), which leaves fewer of the old ones. With
+max_staleness 0 every step waits for all of its groups, and none runs during an update.
 
 So a group is too old for its step only if its engine drew with weights from before its
 beginning, which is a fault. Such a group is dropped, and another takes its place.
@@ -171,6 +172,11 @@ class Groups(Generic[T]):
         self._running(index)
         del self._groups[index]
         self._counts["dropped_paused"] += 1
+
+    def renew(self, index: int) -> None:
+        """Lets a running group of which nothing was played begin with this version."""
+        group = self._running(index)
+        group.version = group.oldest = self.version
 
     def restart(self, index: int) -> None:
         """Ends a running group whose worker died; it begins again with new weights."""

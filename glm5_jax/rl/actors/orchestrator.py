@@ -20,10 +20,11 @@ from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl.actors import beside, failing, starving
 from glm5_jax.rl.actors import groups as groups_lib
 from glm5_jax.rl.actors import journal as journal_lib
+from glm5_jax.rl.actors import places as places_lib
 from glm5_jax.rl.actors import window as window_lib
 
 Group = list[episodes_lib.Episode]  # of one task
-Jobs = Sequence[episodes_lib.Job]  # of one group
+Jobs = places_lib.Jobs
 MAX_FAILURES = 8  # engine errors in a row, after which the run ends
 _RETRY_SECONDS = 0.5  # from an engine's error to the next attempt, times their number
 
@@ -58,7 +59,7 @@ class Orchestrator:
         Args:
           context: of all episodes. At most settings.num_concurrent are under way, and
             fewer where the cache has no room for them (window.py), but a group begins
-            as a whole.
+            as a whole. settings.concurrency bounds the parts of a mixture (places.py).
           jobs: returns the episodes of a group by its index, which is called once for
             every beginning of the group, in a thread: a taskset may wait for a service.
           groups: which may begin, and which belong to a step.
@@ -76,7 +77,7 @@ class Orchestrator:
         self.groups = groups
         self._failing, self._starving = failing.Failing(), starving.Starving()
         self._waited = 0.0  # seconds of `take`, since `figures`
-        self.num_running = 0  # episodes
+        self.places = places_lib.Places(context.settings.concurrency)
         self._num_failures = 0  # errors of the engines in a row
         self._epoch = (
             0  # errors in all, of which groups that fail together count as one
@@ -148,6 +149,8 @@ class Orchestrator:
         """Lets groups begin with a version, which the engines have."""
         while self.groups.version < version:
             self.groups.publish()
+        for index, _ in self.places.waiting:  # nothing of them was played
+            self.groups.renew(index)
         self._tell()
 
     def played(self) -> Played:
@@ -156,7 +159,8 @@ class Orchestrator:
         return played
 
     def figures(self) -> dict[str, float]:
-        """Returns metrics of the time since the last call."""
+        """Returns metrics of the time since the last call, and of now."""
+        tags = self.places.of_tags
         waited, self._waited = self._waited, 0.0
         idle, seconds = self._engine.idle()
         return {
@@ -165,6 +169,8 @@ class Orchestrator:
             "actors/engines_idle_share": round(idle / seconds if seconds else 0.0, 4),
             "actors/steps_without_group": self._starving.longest,
             "actors/most_episodes": self.window.limit,
+            "actors/waiting_groups": len(self.places.waiting),
+            **{f"actors/episodes/{tag}": n for tag, n in tags.items() if len(tags) > 1},
             "actors/reread_share": round(self.window.reread_share(), 4),
         }
 
@@ -178,26 +184,32 @@ class Orchestrator:
             jobs = await asyncio.to_thread(self._jobs, known.index)
             self._starving.began(jobs[0].task.tag)
             self._journal.begin(known, jobs)
-            self.num_running += len(jobs)
+            self.places.take(jobs)
             resumed.append((known.index, jobs))
         return resumed
 
     async def _next(self) -> tuple[int, Jobs] | None:
         """Begins a group if one may begin; returns its index and its episodes."""
-        if self._num_retrying or self.num_running >= self.window.limit:
-            return None
-        while (index := self.groups.begin()) is not None:
-            known = journal_lib.Known(index, self.groups.version)
+        while not self._num_retrying and self.places.num_under_way < self.window.limit:
+            self._skip_paused()
+            if (group := self.places.begin()) is not None:
+                known = journal_lib.Known(group[0], self.groups.version)
+                self._journal.begin(known, group[1])
+                return group
+            if (index := self.groups.begin()) is None:
+                break
             jobs = await asyncio.to_thread(self._jobs, index)
-            tag = jobs[0].task.tag
-            self._starving.began(tag)
-            if not self._failing.is_paused(tag):
-                self.num_running += len(jobs)
-                self._journal.begin(known, jobs)
-                return index, jobs
-            self.groups.skip(index)
-            self._starving.lost(tag, "paused")
+            self._starving.began(jobs[0].task.tag)
+            self.places.add(index, jobs)
         return None
+
+    def _skip_paused(self) -> None:
+        """Ends the groups that have not begun and whose tag is paused."""
+        for index, tag in self.places.waiting:
+            if self._failing.is_paused(tag):
+                self.places.remove(index)
+                self.groups.skip(index)
+                self._starving.lost(tag, "paused")
 
     async def _play(self, index: int, jobs: Jobs) -> None:
         """Plays the episodes of a group and judges them."""
@@ -227,7 +239,7 @@ class Orchestrator:
                 self._journal.end(job, episode)
             return episode
         finally:
-            self.num_running -= 1
+            self.places.ended(job)
             self.window.ended(job.request_id, self._context.settings.max_turns)
             self._tell()
 
@@ -307,9 +319,10 @@ class Orchestrator:
     def _stalled(self, seconds: float) -> str:
         ledger = {k: v for k, v in sorted(self.groups.ledger().items()) if v}
         return (
-            f"no episode has advanced for {seconds:g} s: {self.num_running} episodes "
-            f"are under way, {self._engine.num_waiting} wait for an engine, the oldest "
-            f"for {self._engine.longest_wait():.0f} s; groups: {ledger}."
+            f"no episode has advanced for {seconds:g} s: {self.places.num_under_way} "
+            f"episodes are under way, {self._engine.num_waiting} wait for an engine, "
+            f"the oldest for {self._engine.longest_wait():.0f} s; groups: {ledger}, of "
+            f"which {len(self.places.waiting)} wait for a place of rl.concurrency."
         )
 
 

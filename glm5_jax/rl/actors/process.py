@@ -29,7 +29,7 @@ from glm5_jax import api_key, environments
 from glm5_jax import config as config_lib
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.chat import templates
-from glm5_jax.rl import entrance, held_out, jobs, trajectories
+from glm5_jax.rl import at_once, entrance, held_out, jobs, trajectories
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl.actors import beside, pinned, remote
 from glm5_jax.rl.actors import fleet as fleet_lib
@@ -218,7 +218,7 @@ class Process:
         }
 
     async def _evaluate(self, body: dict[str, Any]) -> dict[str, Any]:
-        play = episodes_lib.run_all
+        play = at_once.run_all
         if not await self._is_ready(
             "/evaluate", body, lambda: play(self._context, self._held_out)
         ):
@@ -266,6 +266,8 @@ class Process:
         return {
             "version": None if started is None else started.groups.version,
             "ledger": {} if started is None else started.groups.ledger(),
+            "episodes": {} if started is None else started.places.of_tags,
+            "waiting": 0 if started is None else len(started.places.waiting),
             "replicas": await self._fleet.replicas(),
             "max_lag_seconds": round(self._lag.longest, 3),
             "repaired": self._fleet.num_repaired,

@@ -34,6 +34,7 @@ MAY_CHANGE = (
     *("trackers", "profile_steps", "data.cache_dir"),
     "data.num_prefetch",  # of earlier versions
     *("rl.max_logprob_gap", "rl.num_eval_tasks", "rl.answer_timeout_seconds"),
+    "rl.concurrency",
     *("rl.min_start_success", "rl.max_start_success", "rl.episodes_gib"),
     # Who samples: a job that queues again gets other nodes.
     *("rl.servers", "rl.weights_store", "rl.num_engines"),
