@@ -45,7 +45,7 @@ class Context(wrapped.Wrapped):
             )
         self._kept, self._most = int(found[1]), int(found[2] or 0)
         super().__init__(name, found[3], make)
-        if getattr(self._inner, "has_agents", False):
+        if protocol.has_agents(self._inner):
             raise config.InputError(
                 f"rl.environment={name!r}: {found[3]} is played by programs of its "
                 f"own, which keep their histories; train on it without {PREFIX}."

@@ -39,16 +39,18 @@ def whole(
         given: tasks, each with its demonstration.
 
     Raises:
-        config.InputError: programs play the episodes, one fails, or one ends before the
-            demonstration does.
+        config.InputError: a program plays an episode, one fails, or one ends before
+            the demonstration does.
     """
     if all(is_whole(shown) for _, shown in given):
         return [shown for _, shown in given]
-    if getattr(taskset, "has_agents", False):
-        raise config.InputError(
-            f"{taskset.name!r} is played by programs of its own, so demonstrations "
-            f"must have the results of their calls."
-        )
+    for task, shown in given:
+        part, _ = protocol.part_of(taskset, task)
+        if protocol.has_agents(part) and not is_whole(shown):
+            raise config.InputError(
+                f"{part.name!r} is played by programs of its own, so demonstrations "
+                f"must have the results of their calls."
+            )
     return _run(_whole(taskset, given))
 
 

@@ -18,9 +18,12 @@ _MAX_CYCLE = 10_000  # tasks
 
 
 class Mixture:
-    """Tasks of several tasksets in turn; a tag names the taskset of a task."""
+    """Tasks of several tasksets in turn; a tag names the taskset of a task.
 
-    has_agents = False
+    Attributes:
+        parts: the tasksets.
+        has_agents: whether programs of their own play the tasks of a part.
+    """
 
     def __init__(self, name: str, make: Callable[[str], protocol.Taskset]) -> None:
         """Makes the parts.
@@ -30,8 +33,8 @@ class Mixture:
             make: returns the taskset of a part.
 
         Raises:
-            config.InputError: a part does not exist, is named twice, has weight 0,
-                brings agents of its own, or has no split with the others.
+            config.InputError: a part does not exist, is named twice, has weight 0, or
+                has no split with the others.
         """
         self.name = name
         found = [_PART.fullmatch(part) for part in name.split(SEPARATOR)]
@@ -47,17 +50,12 @@ class Mixture:
                 f"rl.environment={name!r} must name each part once, with a weight of "
                 f"at least 1."
             )
-        self._parts = [make(part) for part in names]
-        agents = [p.name for p in self._parts if getattr(p, "has_agents", False)]
-        if agents:
-            raise config.InputError(
-                f"rl.environment={name!r}: {agents[0]} is played by programs of its "
-                f"own, which cannot be mixed; train on it alone."
-            )
+        self.parts = [make(part) for part in names]
+        self.has_agents = any(map(protocol.has_agents, self.parts))
         self.splits = [
             split
             for split in protocol.SPLITS
-            if all(split in protocol.splits(part) for part in self._parts)
+            if all(split in protocol.splits(part) for part in self.parts)
         ]
         if not self.splits:
             raise config.InputError(
@@ -72,43 +70,46 @@ class Mixture:
         cycle, place = divmod(index, len(self._cycle))
         number = self._cycle[place]
         rank = self._cycle[:place].count(number)
-        part = self._parts[number]
+        part = self.parts[number]
         task = part.task(split, seed, cycle * self._weights[number] + rank)
         return dataclasses.replace(task, id=f"{number}/{task.id}", tag=part.name)
 
     def environment(self) -> protocol.Environment:
-        """Returns an environment that becomes the one of its task's part."""
-        return _Environment(self._part_of)
+        """Returns an environment that becomes the one of its task's part.
+
+        That of an agent cannot: `part_of` tells who plays any task.
+        """
+        return _Environment(self.part_of)
 
     def demonstration(self, task: protocol.Task) -> Sequence[messages.Message] | None:
         """Returns what the task's part says."""
-        part, own = self._part_of(task)
+        part, own = self.part_of(task)
         return part.demonstration(own)
 
     def attempts(self, task: protocol.Task) -> proofs.Attempts | None:
         """Returns the attempts that the task's part knows."""
-        return proofs.attempts_of(*self._part_of(task))
+        return proofs.attempts_of(*self.part_of(task))
 
     def source_of(self, task: protocol.Task) -> str:
         """Returns what the task's part says of its source."""
-        return proofs.source_of(*self._part_of(task))
+        return proofs.source_of(*self.part_of(task))
 
     def scored_by(self, task: protocol.Task) -> str:
         """Returns what the task's part says of its scoring."""
-        return proofs.scored_by(*self._part_of(task))
+        return proofs.scored_by(*self.part_of(task))
 
     async def leaks(
         self, environment: "_Environment", task: protocol.Task
     ) -> Sequence[str]:
         """Returns what the task's part finds that an agent could read."""
-        part, own = self._part_of(task)
+        part, own = self.part_of(task)
         assert environment.inner is not None
         return await proofs.leaks(part, environment.inner, own)
 
-    def _part_of(self, task: protocol.Task) -> tuple[protocol.Taskset, protocol.Task]:
-        """Returns the part of a task, and the task as the part made it."""
+    def part_of(self, task: protocol.Task) -> tuple[protocol.Taskset, protocol.Task]:
+        """Returns the part of a task, and the task with the part's own id."""
         _, _, own = task.id.partition("/")
-        return self._parts[part_of(task)], dataclasses.replace(task, id=own)
+        return self.parts[part_of(task)], dataclasses.replace(task, id=own)
 
 
 def part_of(task: protocol.Task) -> int:

@@ -43,12 +43,16 @@ async def _episode(
     task: protocol.Task,
     turns: AsyncIterator[messages.Message],
 ) -> float | None:
-    environment = taskset.environment()
+    part, own = protocol.part_of(taskset, task)
+    environment = part.environment()
     if not isinstance(environment, protocol.Environment):
-        raise config.InputError(f"{taskset.name!r} is played by programs of its own.")
+        raise config.InputError(
+            f"The task {task.id!r} of {part.name!r} is played by a program of its own; "
+            f"a mixture has others at another --index."
+        )
     _say(f"{task.id}\n{_signatures(task.tools)}")
     try:
-        _show(await environment.reset(task))
+        _show(await environment.reset(own))
         async for turn in turns:
             result = await environment.step(turn)
             _show(result.messages)

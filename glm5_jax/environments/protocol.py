@@ -122,7 +122,9 @@ class Taskset(Protocol):
     """A source of tasks and of environments that run them.
 
     One whose environments are an `Agent` says so by an attribute `has_agents = True`,
-    one for evaluation alone by `splits = ("held_out",)`.
+    one for evaluation alone by `splits = ("held_out",)`. One that is made of others,
+    some of which have agents, has their list as `parts` and tells that of a task by
+    `part_of(task)`: see `part_of`.
     """
 
     name: str
@@ -142,6 +144,25 @@ class Taskset(Protocol):
         plays the turns to learn it.
         """
         ...
+
+
+def has_agents(taskset: Taskset) -> bool:
+    """Returns whether programs of their own play tasks of a taskset."""
+    return getattr(taskset, "has_agents", False)
+
+
+def parts(taskset: Taskset) -> Sequence[Taskset]:
+    """Returns the tasksets that one is made of: itself, if it is no mixture."""
+    return getattr(taskset, "parts", (taskset,))
+
+
+def part_of(taskset: Taskset, task: Task) -> tuple[Taskset, Task]:
+    """Returns the part of a task, whose environments play it, and its own task.
+
+    They are the taskset and the task themselves, if it is no mixture.
+    """
+    told = getattr(taskset, "part_of", None)
+    return told(task) if told else (taskset, task)
 
 
 def splits(taskset: Taskset) -> Sequence[str]:

@@ -44,7 +44,7 @@ class PythonTool(wrapped.Wrapped):
                 brings agents of its own.
         """
         super().__init__(name, name.removeprefix(PREFIX), make)
-        has_agents = getattr(self._inner, "has_agents", False)
+        has_agents = protocol.has_agents(self._inner)
         if has_agents or self._inner.task(self.splits[0], 0, 0).tools:
             raise config.InputError(
                 f"rl.environment={name!r}: {self._inner.name} has tools of its own; "

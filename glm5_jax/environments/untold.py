@@ -28,7 +28,7 @@ class Untold(wrapped.Wrapped):
                 agents of its own, which describe theirs.
         """
         super().__init__(name, name.removeprefix(PREFIX), make)
-        if getattr(self._inner, "has_agents", False):
+        if protocol.has_agents(self._inner):
             raise config.InputError(
                 f"rl.environment={name!r}: {self._inner.name} is played by programs of "
                 f"its own, which describe their tools; take it without {PREFIX}."

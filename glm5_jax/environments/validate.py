@@ -93,7 +93,8 @@ def _provable(name: str, address: str) -> protocol.Taskset:
         config.InputError: see `validate`; or a service is asked for its solutions.
     """
     taskset = environments.make(name)
-    if getattr(taskset, "has_agents", False):
+    with_agents = [*map(protocol.has_agents, protocol.parts(taskset))]
+    if all(with_agents) or (address and any(with_agents)):
         raise config.InputError(
             f"{name!r} is played by programs of its own, which cannot be replayed."
         )
@@ -145,7 +146,7 @@ async def _prove_all(
     taskset: protocol.Taskset, settings: Settings, kept: ledger.Ledger
 ) -> list[proofs.Proof]:
     gate = asyncio.Semaphore(settings.num_at_once)
-    places = _places(taskset, settings)
+    places = _replayable(taskset, settings.seed, _places(taskset, settings))
     bar = tqdm.tqdm(total=len(places), unit="task", disable=not sys.stderr.isatty())
 
     memory = _Memory()
@@ -189,6 +190,36 @@ def _places(taskset: protocol.Taskset, settings: Settings) -> list[tuple[str, in
             (split, i) for i in range(min(count, size(split)) if size else count)
         ]
     return places or [(splits[0], 0)]  # which says that there is none
+
+
+def _replayable(
+    taskset: protocol.Taskset, seed: int, places: list[tuple[str, int]]
+) -> list[tuple[str, int]]:
+    """Returns the places of the tasks of a mixture that no program of its own plays.
+
+    Raises:
+        config.InputError: there is none.
+    """
+    if not protocol.has_agents(taskset):
+        return places
+
+    def is_replayable(split: str, index: int) -> bool:
+        part, _ = protocol.part_of(taskset, taskset.task(split, seed, index))
+        return not protocol.has_agents(part)
+
+    found = [place for place in places if is_replayable(*place)]
+    if not found:
+        raise config.InputError(
+            f"the first --num_tasks={len(places)} of {taskset.name!r} are played by "
+            f"programs of their own, which cannot be replayed; raise --num_tasks."
+        )
+    logging.warning(
+        "%d of %d tasks are left out: programs of their own play them, which cannot be "
+        "replayed.",
+        len(places) - len(found),
+        len(places),
+    )
+    return found
 
 
 class _Memory:

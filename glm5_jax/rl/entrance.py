@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 from collections.abc import AsyncIterator
 
+from glm5_jax.environments import protocol
 from glm5_jax.http_server import extra
 from glm5_jax.rl import episodes
 
@@ -15,7 +16,7 @@ async def of(context: episodes.Context) -> AsyncIterator[episodes.Context]:
     Raises:
       InputError: it has some, and the extra serve is missing.
     """
-    if not getattr(context.taskset, "has_agents", False):
+    if not protocol.has_agents(context.taskset):
         yield context
         return
     extra.require("A taskset of agents")

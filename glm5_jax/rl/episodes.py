@@ -143,6 +143,7 @@ class _Run:
 
     def __init__(self, context: Context, job: Job) -> None:
         self._context, self._job = context, job
+        self._taskset, self._task = protocol.part_of(context.taskset, job.task)
         self._settings = context.settings
         self._session = gateway.Session(context.template, job.task.tools)
         self._turns: gateway.Session | agent_session.AgentSession = self._session
@@ -179,7 +180,7 @@ class _Run:
         if isinstance(made, protocol.Agent):
             return await self._play_agent(made)
         environment = made
-        first = await self._call("reset", lambda: environment.reset(self._job.task))
+        first = await self._call("reset", lambda: environment.reset(self._task))
         self._put(first, "reset")
         for turn in range(self._settings.max_turns):
             prompt = self._prompt()
@@ -214,7 +215,7 @@ class _Run:
 
     async def _play_agent(self, agent: protocol.Agent) -> _Outcome:
         """Lets a program play; its turns are those that it asks for."""
-        doors, task, settings = self._context.doors, self._job.task, self._settings
+        doors, task, settings = self._context.doors, self._task, self._settings
         assert doors is not None, "whoever plays agents opens doors"
         session = self._turns = agent_session.AgentSession(
             self._context.engine,
@@ -270,7 +271,7 @@ class _Run:
 
     def _make(self) -> protocol.Environment | protocol.Agent:
         try:
-            return self._context.taskset.environment()
+            return self._taskset.environment()
         except Exception as error:
             raise _crash("environment", error) from error
 

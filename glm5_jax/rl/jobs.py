@@ -45,9 +45,13 @@ def stall_seconds(rl: config_lib.RLConfig, taskset: protocol.Taskset) -> float:
     After an answer an environment has a call, and then an answer comes or `close` is
     called. A program may play all of its episode without asking for a turn.
     """
-    is_agent = getattr(taskset, "has_agents", False)
-    longest = rl.episode_timeout_seconds if is_agent else rl.answer_timeout_seconds
-    return rl.step_timeout_seconds + max(longest, rl.step_timeout_seconds)
+    longest = [
+        rl.episode_timeout_seconds
+        if protocol.has_agents(part)
+        else rl.answer_timeout_seconds
+        for part in protocol.parts(taskset)
+    ]
+    return rl.step_timeout_seconds + max(*longest, rl.step_timeout_seconds)
 
 
 def most_dropped(rl: config_lib.RLConfig) -> int:

@@ -11,7 +11,7 @@ from absl.testing import parameterized
 from glm5_jax import command_line, config, environments, messages
 from glm5_jax.data.chat import conversations
 from glm5_jax.data.rows import sft
-from glm5_jax.environments import demonstrations, protocol, tool_calls
+from glm5_jax.environments import demonstrations, mixture, protocol, tool_calls
 from glm5_jax.environments.sandbox import bubblewrap
 from tests import environment
 
@@ -123,6 +123,17 @@ class WholeTest(parameterized.TestCase):
         taskset.has_agents = True
         with self.assertRaisesRegex(config.InputError, "must have the results"):
             demonstrations.whole(taskset, self.given)
+
+    def test_those_of_a_mixture_are_played_but_for_agents(self):
+        parts = {"echo": Echo(), "agents": Echo()}
+        parts["agents"].has_agents = True
+        taskset = mixture.Mixture("echo+agents", parts.get)
+        by_echo, by_agents = given(taskset, 4)[2:]
+        (found,) = demonstrations.whole(taskset, [by_echo])
+        self.assertEqual(found[2], said("heard 1.0"))
+        with self.assertRaisesRegex(config.InputError, "must have the results"):
+            demonstrations.whole(taskset, [by_echo, by_agents])
+        self.assertEqual(parts["agents"].heard, [])
 
 
 @unittest.skipIf(MISSING, f"no bubblewrap: {MISSING}")

@@ -6,7 +6,7 @@ import collections
 from absl.testing import parameterized
 
 from glm5_jax import config, environments
-from glm5_jax.environments import context
+from glm5_jax.environments import context, protocol
 from glm5_jax.environments import mixture as mixture_lib
 from tests import environment
 from tests.environments import episodes
@@ -15,6 +15,7 @@ from tests.rl import rollouts_test
 NAMES = ("reverse:3-6", "calculator_untold:2", "gcd")
 NAME = "3*reverse:3-6+2*calculator_untold:2+gcd"
 WEIGHTS = (3, 2, 1)
+AGENTS = f"{__name__}:Agents"
 
 
 def part_of(task):
@@ -84,11 +85,33 @@ class MixtureTest(parameterized.TestCase):
         ("0*reverse:3+gcd", "at least 1"),
         ("9999*reverse:3+9999*gcd", "add up to 19998"),
         ("reverse:3+nothing", "nothing"),
-        ("reverse:3+tests.environments.mixture_test:Agents", "cannot be mixed"),
     )
     def test_wrong_ones_are_refused(self, name, message):
         with self.assertRaisesRegex(config.InputError, message):
             environments.make(name)
+
+
+class AgentsTest(parameterized.TestCase):
+    def test_programs_play_the_tasks_of_their_part_alone(self):
+        plain = environments.make(NAME)
+        self.assertFalse(protocol.has_agents(plain))
+        mixture = environments.make(f"gcd+2*{AGENTS}")
+        self.assertTrue(protocol.has_agents(mixture))
+        names = [part.name for part in protocol.parts(mixture)]
+        self.assertEqual(names, ["gcd", "agents"])
+        for index in range(6):
+            task = mixture.task("train", 3, index)
+            part, own = protocol.part_of(mixture, task)
+            self.assertEqual(part.name, task.tag)
+            self.assertEqual(f"{names.index(part.name)}/{own.id}", task.id)
+            is_agent = isinstance(part.environment(), protocol.Agent)
+            self.assertEqual(is_agent, protocol.has_agents(part))
+
+    def test_a_taskset_alone_is_its_own_part(self):
+        taskset = environments.make("gcd")
+        task = taskset.task("train", 0, 0)
+        self.assertEqual(protocol.part_of(taskset, task), (taskset, task))
+        self.assertEqual([*protocol.parts(taskset)], [taskset])
 
 
 class Agents:

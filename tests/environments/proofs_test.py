@@ -340,6 +340,23 @@ class ResumeTest(parameterized.TestCase):
         )
         self.assertEqual(figures["by_source"]["held_out tasks"]["tasks"], 2)
 
+    def test_tasks_of_agents_are_left_out_of_a_mixture(self):
+        """A program cannot be told its turns."""
+        agents = "tests.environments.mixture_test:Agents"
+        settings = validate.Settings(num_tasks=6, num_repeats=1)
+        with self.assertLogs(level="WARNING") as logs:
+            figures = validate.validate(f"gcd+2*{agents}", settings, self.out)
+        self.assertIn("4 of 6 tasks are left out", logs.output[0])
+        self.assertEqual((figures["tasks"], figures["proven"]), (2, 2))
+        self.assertEqual([*figures["proven_by_tag"]], ["gcd"])
+        few = validate.Settings(num_tasks=1)
+        for name, message in (
+            (agents, "is played by programs"),
+            (f"2*{agents}+gcd", "first --num_tasks=1 .* raise"),
+        ):
+            with self.assertRaisesRegex(config.InputError, message):
+                validate.validate(name, few, None)
+
     def test_the_sandbox_stands_in_the_figures_and_each_proof(self):
         told = mock.patch.object(sandbox, "describe", return_value="rlimits; no bwrap")
         with told:
@@ -423,6 +440,13 @@ class CommandTest(parameterized.TestCase):
         self.assertIn("/calc (expression): Integer arithmetic.", out.getvalue())
         self.assertIn("[tool] 12", out.getvalue())
         self.assertIn(f"[reward] {total} ", out.getvalue())
+
+    def test_play_takes_the_tasks_of_a_mixture_that_no_program_plays(self):
+        name = "gcd+tests.environments.mixture_test:Agents"
+        with contextlib.redirect_stdout(io.StringIO()):
+            self.assertEqual(play.play(name, "", 0, 0, shows_solution=True), 1.0)
+            with self.assertRaisesRegex(config.InputError, "1/gcd.* 'agents' .*--ind"):
+                play.play(name, "", 0, 1)
 
     def test_lines_become_turns(self):
         tools = environments.make("calculator:2").task("train", 0, 0).tools

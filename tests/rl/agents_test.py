@@ -1,6 +1,7 @@
 """Agents that are programs: real clients ask by a base URL, and their ids are kept."""
 
 import asyncio
+import collections
 import dataclasses
 import importlib.util
 import io
@@ -17,10 +18,20 @@ from pydantic_ai.models import openai as openai_models
 from pydantic_ai.providers import openai as openai_providers
 
 from glm5_jax import config, environments
-from glm5_jax.environments import protocol
+from glm5_jax.environments import mixture, protocol
 from glm5_jax.inference import requests
-from glm5_jax.rl import agent_session, completer, doors, entrance, gateway
+from glm5_jax.rl import (
+    agent_session,
+    at_once,
+    completer,
+    doors,
+    entrance,
+    gateway,
+    held_out,
+    rollouts,
+)
 from glm5_jax.rl import episodes as episodes_lib
+from glm5_jax.rl.actors import groups, orchestrator
 from tests import environment
 from tests.data import templates_test
 from tests.rl import faults
@@ -704,6 +715,98 @@ class AgentsTest(parameterized.TestCase):
             message, _ = asyncio.run(session.answer(asked))
             asked += [message, {"role": "user", "content": "And now?"}]
         self.assertEqual(ids, [40, 41, 42])
+
+
+class Turns(faults.FaultyTaskset):
+    """Tasks that are played turn by turn, each paid 1, beside those of `Tasks`."""
+
+    def __init__(self):
+        super().__init__(faults.Fault.NONE)
+        self.name = "turns"
+
+
+class Endless(Engine):
+    """Says the same for ever."""
+
+    async def complete(self, request):
+        self.texts = [ANSWERS[1]]
+        return await super().complete(request)
+
+
+class MixtureTest(parameterized.TestCase):
+    """A taskset of agents and another one, two groups of it for each of theirs."""
+
+    def setUp(self):
+        super().setUp()
+        self.played = []  # ids of tasks that agents got
+
+        async def play(task, base_url):
+            self.played.append(task.id)
+            status, _ = await chat(base_url, [*task.messages])
+            return 0.25 if status == 200 else 0.0
+
+        parts = {"agents": Tasks(play), "turns": Turns()}
+        self.parts = parts
+        self.taskset = mixture.Mixture("2*turns+agents", parts.get)
+        settings = episodes_lib.Settings(
+            max_new_tokens=64, max_turns=2, num_concurrent=6, concurrency=(0, 2)
+        )
+        self.context = episodes_lib.Context(Endless(), self.taskset, TEMPLATE, settings)
+
+    def jobs(self, split, index, size):
+        task = self.taskset.task(split, 0, index)
+        return [episodes_lib.Job(task, index, 64 * index + 2 * i) for i in range(size)]
+
+    def check(self, episodes, num_agents, num_others):
+        found = collections.Counter(
+            (e.task.tag, e.label, e.reward.total, e.num_turns) for e in episodes
+        )
+        agents, others = ("agents", Label.OK, 0.25, 1), ("turns", Label.OK, 1.0, 1)
+        self.assertEqual(found, {agents: num_agents, others: num_others})
+        for episode in episodes:
+            (sample,) = episode.samples
+            self.assertEqual(sum(sample.mask), len(templates_test.ids_of(ANSWERS[1])))
+
+    def test_a_run_plays_both(self):
+        async def main():
+            async with entrance.of(self.context) as opened:
+                made = orchestrator.Orchestrator(
+                    opened,
+                    lambda index: self.jobs("train", index, 2),
+                    groups.Groups(3, 0),
+                    drop_equal=False,
+                )
+                playing, taken = asyncio.create_task(made.run()), []
+                try:
+                    for step in range(3):
+                        taken += await made.take(20.0)
+                        made.published(step + 1)
+                finally:
+                    playing.cancel()
+                    await asyncio.wait({playing})
+                return [episode for _, group in taken for episode in group]
+
+        found = asyncio.run(main())
+        self.check(found, num_agents=6, num_others=12)
+        self.assertEqual(collections.Counter(self.played), {"0": 2, "1": 2, "2": 2})
+        self.assertEqual(self.parts["agents"].num_closed, 6)
+        figures = rollouts.metrics(found)
+        self.assertEqual(figures["rollout/reward/agents"], 0.25)
+        self.assertEqual(figures["rollout/reward/turns"], 1.0)
+
+    def test_an_evaluation_plays_both(self):
+        jobs = [job for i in range(9) for job in self.jobs("held_out", i, 1)]
+
+        async def main():
+            async with entrance.of(self.context) as opened:
+                return await at_once.run_all(opened, jobs)
+
+        found = asyncio.run(main())
+        self.assertEqual([e.group for e in found], [*range(9)])
+        self.check(found, num_agents=3, num_others=6)
+        success = held_out.figures(found)
+        self.assertEqual(success["eval/success/agents"], 0.0)
+        self.assertEqual(success["eval/success/turns"], 1.0)
 
 
 class Named(Tasks):

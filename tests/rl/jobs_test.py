@@ -7,7 +7,7 @@ from absl.testing import absltest, parameterized
 
 from glm5_jax import environments, intervals
 from glm5_jax.config import RLConfig, TrainConfig
-from glm5_jax.environments import protocol
+from glm5_jax.environments import mixture, protocol
 from glm5_jax.rl import episodes, held_out, jobs
 from tests.rl import faults
 
@@ -84,6 +84,17 @@ class JobsTest(parameterized.TestCase):
         quick = dataclasses.replace(RL, episode_timeout_seconds=1.0)
         self.assertEqual(jobs.stall_seconds(quick, taskset), 22.0)  # step and close
         self.assertGreater(jobs.stall_seconds(RLConfig(), taskset), 600.0)
+
+    def test_a_mixture_stalls_as_its_slowest_part_does(self):
+        def make(name):
+            taskset = faults.FaultyTaskset(faults.Fault.NONE)
+            taskset.has_agents = name == "agents"
+            return taskset
+
+        both = mixture.Mixture("turns+agents", make)
+        self.assertEqual(jobs.stall_seconds(RL, both), 81.0)
+        quick = dataclasses.replace(RL, episode_timeout_seconds=1.0)
+        self.assertEqual(jobs.stall_seconds(quick, both), 61.0)
 
     def test_an_evaluation(self):
         found = held_out.jobs(environments.make("reverse:5"), RL)

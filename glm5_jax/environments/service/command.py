@@ -76,10 +76,10 @@ def made(name: str) -> protocol.Taskset:
             what the model sees, which is the client's part.
     """
     taskset = environments.make(name)
-    if getattr(taskset, "has_agents", False):
+    if protocol.has_agents(taskset):
         raise config.InputError(
-            f"{name!r} is played by programs of its own, which ask for the model's "
-            f"turns by themselves; it cannot be served."
+            f"{name!r} has tasks that are played by programs of their own, which ask "
+            f"for the model's turns by themselves; it cannot be served."
         )
     is_editor = isinstance(taskset.environment(), protocol.Editor)
     if context.PREFIX in name or (

@@ -247,7 +247,8 @@ class LimitsTest(Case):
     @parameterized.parameters(
         ("context:5:gcd", "what the model sees"),
         ("gcd+context:5:reverse", "what the model sees"),
-        ("tests.environments.mixture_test:Agents", "programs of its own"),
+        ("tests.environments.mixture_test:Agents", "programs of their own"),
+        ("gcd+tests.environments.mixture_test:Agents", "programs of their own"),
     )
     def test_some_are_not_served(self, name, message):
         with self.assertRaisesRegex(config.InputError, message):
