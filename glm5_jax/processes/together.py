@@ -191,6 +191,13 @@ def gathered(mine: np.ndarray) -> np.ndarray:
     return multihost_utils.process_allgather(mine)
 
 
+def whole(array: jax.Array) -> np.ndarray:
+    """Returns all of an array that devices share; all processes must call it."""
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    return multihost_utils.process_allgather(array, tiled=True)
+
+
 def all_true(mine: bool) -> bool:
     """Returns whether a condition is true on all processes; all must call it."""
     if not jax.distributed.is_initialized():

@@ -111,6 +111,7 @@ class _Loop:
         self._clock = clock_lib.Clock(run, writer.before)
         self._clock.lose(max(0, writer.before.get("step", 0) - run.step))
         self._pending: dict[str, Any] = {}  # metrics of run.step, not yet read
+        self._advantages: jax.Array | None = None  # a critic's, of the last batch
         self._last: dict[str, float] = {}  # the last evaluation
 
     def run_to_the_end(self, is_asked_to_end: Callable[[int], bool]) -> dict[str, Any]:
@@ -125,7 +126,7 @@ class _Loop:
             self._pending = metrics
             self._profiler.end_step(run.step, metrics)
             with self._logged_if_it_fails(metrics):
-                run.feed.keep(run.step)
+                run.feed.keep(run.step, self._advantages)
                 run.feed.check(metrics, run.step)
             # The position never falls, as the step does in a rollback.
             due, ends = _due(run.step, config), is_asked_to_end(run.position)
@@ -157,6 +158,7 @@ class _Loop:
         placed = run.with_reference(run.to_devices(batch, size))
         placed = run.with_teachers(placed)
         run.critic_state, placed, judged = run.critic.step(run.critic_state, placed)
+        self._advantages = placed["advantages"] if judged else None
         run.params, run.opt_state, metrics = run.train_step(
             run.params, run.opt_state, placed
         )

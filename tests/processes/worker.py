@@ -106,6 +106,7 @@ def agree(folder):
         assert batch["x"].shape == SHAPE
         for shard in batch["x"].addressable_shards:
             np.testing.assert_array_equal(shard.data, whole[shard.index])
+        np.testing.assert_array_equal(together.whole(batch["x"]), whole)
     manager = manager_lib.CheckpointManager(folder / "saved", keep=3)
     for step in (1, 2):
         manager.save(step, placed(step), METADATA)

@@ -5,6 +5,7 @@ import json
 import threading
 from unittest import mock
 
+import numpy as np
 from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
@@ -50,6 +51,23 @@ class EpisodeFilesTest(runs.FolderTest):
         self.assertEqual(rewards(read), [[7, 7.125, 7], [7.25]])
         self.assertIs(read.groups[0][0], read.groups[0][2])
         self.assertEqual([e.reward.total for e in read.unused], [7.375])
+
+    def test_advantages_of_tokens_come_back_with_their_samples(self):
+        first, second, unused = (trajectories_test.episode() for _ in range(3))
+        told = {
+            id(sample): np.arange(len(sample.tokens), dtype=np.float32) / (3 + number)
+            for number, sample in enumerate(second.samples)
+        }
+        step = episode_files.Step(1, 0, [[first, second]], [unused], told)
+        self.write(step)
+        read = episode_files.read(self.folder(), 1)
+        samples = read.groups[0][1].samples
+        self.assertGreater(len(samples), 1)
+        wanted = {
+            id(sample): [round(i / (3 + number), 6) for i in range(len(sample.tokens))]
+            for number, sample in enumerate(samples)
+        }
+        self.assertEqual(read.advantages, wanted)
 
     def test_a_step_that_is_done_again_ends_the_later_ones(self):
         self.write(*map(make_step, (1, 2, 3, 10)))

@@ -294,6 +294,22 @@ class RunTest(runs.OneDeviceTest):
         count = batch["loss_mask"].sum()
         self.assertAlmostEqual(line["critic/return"], returns / count, places=5)
 
+    def test_the_advantage_of_each_token_is_kept(self):
+        """In step 1 all values are 0, so only the discounted reward is left."""
+        kept = episode_files.read(self.run_folder, 1)
+        self.assertLen(kept.advantages, ROWS)
+        for (episode,) in kept.groups:
+            (sample,) = episode.samples
+            found, mask = kept.advantages[id(sample)], np.array(sample.mask)
+            self.assertLen(found, len(sample.tokens))
+            lam = 1 - 1 / (1.5 * mask.sum())
+            powers = (GAMMA * lam) ** np.arange(mask.sum())[::-1]
+            wanted = np.zeros(len(mask))
+            wanted[mask] = episode.reward.total * powers
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=ORDER_ATOL)
+        later = episode_files.read(self.run_folder, 4).advantages
+        self.assertLen(later, ROWS)
+
     def test_a_resumed_run_ends_bit_for_bit_alike(self):
         folder = self.rolled_back("resumed")
         loop.train(CONFIG, folder)
@@ -366,33 +382,38 @@ class RunTest(runs.OneDeviceTest):
         jax.tree.map(np.testing.assert_array_equal, params, wanted)
 
 
+def make_episode(*masks):
+    """An episode of a sample for each mask, whose tokens count on."""
+    samples = [
+        gateway.Sample(
+            tokens=[*range(len(mask))],
+            mask=[*map(bool, mask)],
+            logprobs=[-0.5] * len(mask),
+            versions=[0] * len(mask),
+            cache_versions=[0] * len(mask),
+        )
+        for mask in masks
+    ]
+    return episodes_lib.Episode(
+        task=rl_runs.Lottery().task("train", 0, 0),
+        group=0,
+        samples=samples,
+        reward=protocol.Reward(0.75),
+        label=protocol.Label.OK,
+        num_turns=2,
+        num_forks=1,
+        transcript=[],
+        reason="",
+        num_drift_tokens=0,
+        num_truncated=0,
+        close_error="",
+    )
+
+
 class BatchTest(absltest.TestCase):
     def test_two_conversations_of_an_episode_each_end_with_its_reward(self):
         masks = [0, 1, 1, 0, 0, 1, 0], [0, 0, 0, 1, 1]
-        samples = [
-            gateway.Sample(
-                tokens=[*range(len(mask))],
-                mask=[*map(bool, mask)],
-                logprobs=[-0.5] * len(mask),
-                versions=[0] * len(mask),
-                cache_versions=[0] * len(mask),
-            )
-            for mask in masks
-        ]
-        episode = episodes_lib.Episode(
-            task=rl_runs.Lottery().task("train", 0, 0),
-            group=0,
-            samples=samples,
-            reward=protocol.Reward(0.75),
-            label=protocol.Label.OK,
-            num_turns=2,
-            num_forks=1,
-            transcript=[],
-            reason="",
-            num_drift_tokens=0,
-            num_truncated=0,
-            close_error="",
-        )
+        episode = make_episode(*masks)
         rl = dataclasses.replace(
             CONFIG.rl, rows_per_step=2, prompts_per_step=1, min_used_groups=1.0
         )
@@ -406,6 +427,17 @@ class BatchTest(absltest.TestCase):
         for place, count in places.items():
             self.assertAlmostEqual(lambdas[place], 1 - 1 / (1.5 * count), places=6)
         self.assertEqual(np.count_nonzero(lambdas), 5)
+
+    def test_what_a_batch_has_for_a_token_is_found_again(self):
+        """Of packed rows, in which samples stand behind each other."""
+        rl = dataclasses.replace(CONFIG.rl, rows_per_step=4)
+        config = dataclasses.replace(CONFIG, rl=rl)
+        groups = [[make_episode([0] + [1] * n)] for n in (5, 9, 3, 12)]
+        batch = policy_batch.make(config, groups, 0)
+        found = policy_batch.by_sample(config, groups, batch["targets"])
+        for (episode,) in groups:
+            (sample,) = episode.samples
+            self.assertEqual([*found[id(sample)]], [0, *sample.tokens[1:]])
 
 
 class RefusedTest(parameterized.TestCase):

@@ -112,7 +112,7 @@ class ReplayTest(runs.OneDeviceTest):
         feed = rollouts.Rollouts(dataclasses.replace(self.config, rl=rl))
         feed._drawn = 0, groups_lib.Played([], [], [], {})
         feed.begin(self.root / "none", 0)
-        feed.keep(1)
+        feed.keep(1, None)
         self.assertFalse((self.root / "none").exists())
 
 

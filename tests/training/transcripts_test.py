@@ -1,5 +1,6 @@
 """The page of episodes: what it says of each token, in a real Chromium."""
 
+import math
 import unittest
 
 from absl.testing import parameterized
@@ -14,6 +15,7 @@ from tests.serving import page_test
 from tests.training import rl_runs
 
 TOKENIZER = templates_test.TOKENIZER
+CRITIC = {"critic": True, "critic_warmup_steps": 1, "group_size": 1}
 VERSION = 5  # of the weights that learn
 HOSTILE = "</script><b>"
 RED = "rgb(207, 34, 46)"
@@ -41,7 +43,28 @@ def make_step():
     return episode_files.Step(6, VERSION, [[good, bad, good]], [failed])
 
 
+def make_critics_step():
+    """A step whose tokens have advantages of their own: those of the answers."""
+    good, bad = make_episode(1.0), make_episode(0.0, behind=2)
+    size = len(good.samples[0].tokens) - 2
+    told = {
+        id(good.samples[0]): [0.0] * size + [0.25, 0.5],
+        id(bad.samples[0]): [0.0] * size + [-1.0, math.nan],
+    }
+    return episode_files.Step(6, VERSION, [[good], [bad]], [make_episode(0.5)], told)
+
+
 class ContentTest(parameterized.TestCase):
+    def test_tokens_have_the_advantages_of_a_critic(self):
+        config = rl_runs.make_config(CRITIC)
+        found = transcripts.content(config, TOKENIZER, [make_critics_step()])
+        good, bad, unused = found["steps"][0]["episodes"]
+        values = good["samples"][0]["advantages"]
+        self.assertEqual((values[-2:], set(values[:-2])), ([0.25, 0.5], {None}))
+        self.assertEqual(bad["samples"][0]["advantages"][-2:], [-1.0, None])
+        self.assertIsNone(unused["samples"][0]["advantages"])
+        self.assertEqual([e["advantage"] for e in (good, bad, unused)], [None] * 3)
+
     def test_a_repeated_episode_is_shown_once_with_its_advantage(self):
         config = rl_runs.make_config({"advantage_std": "none"})
         found = transcripts.content(config, TOKENIZER, [make_step()])
@@ -75,9 +98,10 @@ class PageTest(runs.FolderTest):
         )
         cls.addClassCleanup(cls.browser.close)
 
-    def open(self):
-        config = rl_runs.make_config({"advantage_std": "none"})
-        text = transcripts.page(config, TOKENIZER, [make_step()], "runs/<x>")
+    def open(self, rl=None, step=None):
+        config = rl_runs.make_config(rl or {"advantage_std": "none"})
+        shown = [step or make_step()]
+        text = transcripts.page(config, TOKENIZER, shown, "runs/<x>")
         path = self.root / "page.html"
         path.write_text(text, encoding="utf-8")
         page = self.browser.new_page()
@@ -129,6 +153,26 @@ class PageTest(runs.FolderTest):
         self.assertRegex(red, r"rgba\(207, 34, 46, 0\.7\)")
         self.assertEmpty(self.problems)
         self.assertLen(self.requested, 1)  # itself
+
+    def test_each_token_has_the_colour_that_a_critic_gave_it(self):
+        page = self.open(CRITIC, make_critics_step())
+        page.click("#modes button:text-is('advantage')")
+        for summary in page.locator(".episode > summary").all():
+            summary.click()
+        page.locator(".tokens").nth(2).wait_for()
+        blue, red = "rgba(9, 105, 218, {})", "rgba(207, 34, 46, {})"
+        clear = "rgba(0, 0, 0, 0)"
+        good, unused = [blue.format(x) for x in (0.176, 0.35)], [clear] * 2
+        bad = [red.format(0.7), clear]
+        self.assertEqual(self.colours(page), [*good, *unused, *bad])
+        legend = page.locator("#legend span").all_inner_texts()
+        self.assertEqual(legend, ["-1.00", "0.00", "1.00"])
+        titles = page.locator(".sampled").all()
+        told = [one.get_attribute("title").rpartition(", ")[2] for one in titles]
+        wanted = ["advantage 0.25", "advantage 0.5", "of the trained version"]
+        self.assertEqual(told[:3], wanted)
+        self.assertEqual(told[4:], ["advantage -1", "2 versions behind"])
+        self.assertEmpty(self.problems)
 
     def test_the_legend_names_what_there_is(self):
         page = self.open()

@@ -66,7 +66,7 @@ class Corpus:
         self._batches = position + 1, batches
         return next(batches), self._metrics(position + 1)
 
-    def keep(self, step: int) -> None:
+    def keep(self, step: int, advantages: jax.Array | None) -> None:
         """Does nothing: the seed and the position give the batch again."""
 
     def check(self, metrics: feed.Metrics, step: int) -> None:

@@ -13,6 +13,7 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import jax
 import numpy as np
 
 from glm5_jax.data import tokenizer as tokenizer_lib
@@ -47,11 +48,13 @@ class Feed(Protocol):
         """
         ...
 
-    def keep(self, step: int) -> None:
+    def keep(self, step: int, advantages: jax.Array | None) -> None:
         """Writes into the run's folder what is to be kept of the last batch.
 
         Args:
           step: that learns from the batch.
+          advantages: of the batch's targets, [B, T], which a critic gave; None: the
+            batch has them.
         """
         ...
 

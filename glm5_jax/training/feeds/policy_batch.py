@@ -27,32 +27,41 @@ def make(
     The rows are padded to a multiple of num_rows. All are padding if too few groups
     have a gradient.
     """
-    rl = config.rl
-    used = groups if num_teaching(rl, groups) >= least_teaching(rl) else []
-    std = rl.advantage_std if rl.compares_groups else None
-    weighted = advantages.weigh(used, std=std, aggregation=rl.loss_mean)
-    size, rows = config.num_rows, [[place] for place in range(len(weighted))]
-    if rl.rows_per_step:
-        lengths = [len(item.sample.mask) - 1 for item in weighted]
-        rows = packing.best_fit(lengths, config.data.sequence_length)
-    num_rows = max(-(-len(rows) // size), 1) * size
+    rl, size, placed = config.rl, config.num_rows, _placed(config, groups)
+    num_used = 1 + max((row for (row, _), _, _ in placed), default=-1)
+    num_rows = max(-(-num_used // size), 1) * size
     batch: feed.Batch = {
         name: np.zeros((num_rows, *x.shape[1:]), x.dtype)
         for name, x in program.batch_shapes(config).items()
     }
-    for row, places in enumerate(rows):
-        start = 0
-        for number, place in enumerate(places, 1):
-            item = weighted[place]
-            here = row, slice(start, start + len(item.sample.mask) - 1)
-            batch["segment_ids"][here] = number
-            _fill(batch, here, item, position)
-            if policy.TAUGHT_BY in batch:
-                batch[policy.TAUGHT_BY][here] = _part_of(item)
-            if rl.critic:
-                _fill_for_critic(batch, here, item, rl.gae_alpha)
-            start = here[1].stop
+    for here, number, item in placed:
+        batch["segment_ids"][here] = number
+        _fill(batch, here, item, position)
+        if policy.TAUGHT_BY in batch:
+            batch[policy.TAUGHT_BY][here] = _part_of(item)
+        if rl.critic:
+            _fill_for_critic(batch, here, item, rl.gae_alpha)
     return batch
+
+
+def by_sample(
+    config: config_lib.TrainConfig,
+    groups: Sequence[groups_lib.Group],
+    values: np.ndarray,
+) -> dict[int, np.ndarray]:
+    """Returns what a batch has for each token of a sample, by the sample's id().
+
+    The first token is no target and has 0.
+
+    Args:
+      config: of the run.
+      groups: that the batch was made of.
+      values: of its targets, [B, T].
+    """
+    return {
+        id(item.sample): np.pad(values[here], (1, 0))
+        for here, _, item in _placed(config, groups)
+    }
 
 
 def num_teaching(rl: config_lib.RLConfig, groups: Sequence[groups_lib.Group]) -> int:
@@ -76,6 +85,28 @@ def staleness(groups: Sequence[groups_lib.Group], version: int) -> int:
         for sample in episode.samples
     )
     return max((version - oldest for oldest in found if oldest is not None), default=0)
+
+
+def _placed(
+    config: config_lib.TrainConfig, groups: Sequence[groups_lib.Group]
+) -> list[tuple[tuple[int, slice], int, advantages.Weighted]]:
+    """Returns each sample with the place of its targets and its number in its row."""
+    rl = config.rl
+    used = groups if num_teaching(rl, groups) >= least_teaching(rl) else []
+    std = rl.advantage_std if rl.compares_groups else None
+    weighted = advantages.weigh(used, std=std, aggregation=rl.loss_mean)
+    rows = [[place] for place in range(len(weighted))]
+    if rl.rows_per_step:
+        lengths = [len(item.sample.mask) - 1 for item in weighted]
+        rows = packing.best_fit(lengths, config.data.sequence_length)
+    found = []
+    for row, places in enumerate(rows):
+        start = 0
+        for number, place in enumerate(places, 1):
+            end = start + len(weighted[place].sample.mask) - 1
+            found.append(((row, slice(start, end)), number, weighted[place]))
+            start = end
+    return found
 
 
 def _fill(

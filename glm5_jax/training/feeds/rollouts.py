@@ -103,14 +103,20 @@ class Rollouts:
         }
         return batch, metrics
 
-    def keep(self, step: int) -> None:
+    def keep(self, step: int, advantages: jax.Array | None) -> None:
         """Writes the episodes of the last batch into the run's folder."""
         limit, (position, played) = self._config.rl.episodes_gib * 2**30, self._drawn
-        if not limit or played.is_kept or not together.is_first():
+        if not limit or played.is_kept:
+            return
+        values = None if advantages is None else together.whole(advantages)
+        if not together.is_first():
             return
         if self._files is None:
             assert self._workdir is not None, "begin comes first"
             self._files = episode_files.Writer(self._workdir, limit)
+        told = {}
+        if values is not None:
+            told = policy_batch.by_sample(self._config, played.groups, values)
         self._files.write(
             episode_files.Step(
                 step,
@@ -119,6 +125,7 @@ class Rollouts:
                 played.unused,
                 num_steps=self._config.num_steps,
                 memory=played.memory,
+                advantages=told,
                 metrics=played.metrics,
             )
         )

@@ -4,8 +4,9 @@ The file needs no server and no network. transcripts.html shows what `content` r
 """
 
 import json
+import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from glm5_jax import config as config_lib
@@ -15,7 +16,7 @@ from glm5_jax.rl import episodes as episodes_lib
 
 _PAGE = pathlib.Path(__file__).parent / "transcripts.html"
 _PLACE = "/*CONTENT*/"
-_PLACES = 4  # decimal places of a log-prob
+_PLACES = 4  # decimal places of a log-prob, and of an advantage
 
 
 def page(
@@ -67,20 +68,21 @@ def _step(
 ) -> dict[str, Any]:
     """Returns the episodes of a step, each once; adds their token ids to `used`."""
     shown: dict[int, dict[str, Any]] = {}
+    of_tokens = step.advantages
     for number, group in enumerate(step.groups):
         for episode, value in zip(group, _advantages(rl, group), strict=True):
             if (known := shown.get(id(episode))) is not None:
                 known["times"] += 1
                 continue
             shown[id(episode)] = {
-                **_episode(episode, step.position, used),
+                **_episode(episode, step.position, used, of_tokens),
                 "group": number,
                 "advantage": value,
                 "times": 1,
             }
     for episode in step.unused:
         shown[id(episode)] = {
-            **_episode(episode, step.position, used),
+            **_episode(episode, step.position, used, of_tokens),
             "group": None,
             "advantage": None,
             "times": 0,
@@ -104,7 +106,10 @@ def _advantages(
 
 
 def _episode(
-    episode: episodes_lib.Episode, version: int, used: set[int]
+    episode: episodes_lib.Episode,
+    version: int,
+    used: set[int],
+    of_tokens: Mapping[int, episode_files.Floats],
 ) -> dict[str, Any]:
     reward = episode.reward
     for sample in episode.samples:
@@ -116,12 +121,20 @@ def _episode(
         "reason": episode.reason,
         "reward": None if reward is None else reward.total,
         "parts": {} if reward is None else dict(reward.parts),
-        "samples": [_sample(sample, version) for sample in episode.samples],
+        "samples": [
+            _sample(sample, version, of_tokens.get(id(sample)))
+            for sample in episode.samples
+        ],
     }
 
 
-def _sample(sample: gateway.Sample, version: int) -> dict[str, Any]:
-    """Returns ids, and for each: log-prob and versions behind; null if not sampled."""
+def _sample(
+    sample: gateway.Sample, version: int, values: episode_files.Floats | None
+) -> dict[str, Any]:
+    """Returns ids, and for each: log-prob and versions behind; null if not sampled.
+
+    And the advantages that a critic gave, or null.
+    """
     pairs = zip(sample.mask, sample.logprobs, sample.versions, strict=True)
     drawn = [
         (round(logprob, _PLACES), version - own) if is_sampled else (None, None)
@@ -131,4 +144,9 @@ def _sample(sample: gateway.Sample, version: int) -> dict[str, Any]:
         "tokens": sample.tokens,
         "logprobs": [logprob for logprob, _ in drawn],
         "behind": [behind for _, behind in drawn],
+        "advantages": None if values is None else [*map(_told, sample.mask, values)],
     }
+
+
+def _told(is_sampled: bool, value: float) -> float | None:
+    return round(float(value), _PLACES) if is_sampled and math.isfinite(value) else None
