@@ -2,10 +2,33 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from glm5_jax.environments import mixture, protocol
 from glm5_jax.rl import episodes as episodes_lib
+
+
+class Room:
+    """The places of episodes that are under way at once."""
+
+    def __init__(self, settings: episodes_lib.Settings) -> None:
+        """Begins with all of them free.
+
+        Args:
+            settings: num_concurrent are there for all, and concurrency for each part.
+        """
+        self._concurrency = settings.concurrency
+        self._of_all = asyncio.Semaphore(settings.num_concurrent)
+        self._of_parts = [
+            asyncio.Semaphore(most) if most else contextlib.nullcontext()
+            for most in settings.concurrency or (0,)
+        ]
+
+    @contextlib.asynccontextmanager
+    async def place(self, task: protocol.Task) -> AsyncIterator[None]:
+        """Waits for a place of a task's part, then of all, until the block ends."""
+        async with self._of_parts[part_of(self._concurrency, task)], self._of_all:
+            yield
 
 
 async def run_all(
@@ -25,15 +48,11 @@ async def run_all(
     Raises:
         Exception: the engine's, or that of `on_episode`; it ends all others.
     """
-    settings, episodes = context.settings, dict[int, episodes_lib.Episode]()
-    places = asyncio.Semaphore(settings.num_concurrent)
-    of_parts = [
-        asyncio.Semaphore(most) if most else contextlib.nullcontext()
-        for most in settings.concurrency or (0,)
-    ]
+    episodes: dict[int, episodes_lib.Episode] = {}
+    room = Room(context.settings)
 
     async def play(i: int, job: episodes_lib.Job) -> None:
-        async with of_parts[part_of(settings.concurrency, job.task)], places:
+        async with room.place(job.task):
             episodes[i] = await episodes_lib.run(context, job)
             if on_episode is not None:
                 on_episode(i, episodes[i])

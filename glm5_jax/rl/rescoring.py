@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from glm5_jax.data.chat import templates
 from glm5_jax.environments import protocol
 from glm5_jax.inference import requests
-from glm5_jax.rl import calls, completer, entrance
+from glm5_jax.rl import at_once, calls, completer, entrance
 from glm5_jax.rl import episodes as episodes_lib
 
 
@@ -67,12 +67,12 @@ async def _all(
     context: episodes_lib.Context, episodes: Sequence[episodes_lib.Episode]
 ) -> list[Verdict]:
     """Plays so many at once as the settings say."""
-    room = asyncio.Semaphore(context.settings.num_concurrent)
+    room = at_once.Room(context.settings)
 
     async def one(
         opened: episodes_lib.Context, episode: episodes_lib.Episode
     ) -> Verdict:
-        async with room:
+        async with room.place(episode.task):
             return await _verdict(opened, episode)
 
     async with entrance.of(context) as opened:

@@ -1,5 +1,6 @@
 """Kept episodes that the present environment scores, from their tokens alone."""
 
+import asyncio
 import dataclasses
 
 from absl.testing import parameterized
@@ -84,6 +85,43 @@ class RescoringTest(parameterized.TestCase):
             self.assertTrue(v.is_same, v.reason)
             self.assertEqual(v.now.num_turns, 2)
             self.assertEqual(v.now.samples, v.before.samples)
+
+    @parameterized.parameters(((), 4), ((1, 0), 1))
+    def test_those_of_a_part_keep_its_bound(self, concurrency, wanted):
+        taskset = environments.make("calculator_untold:2-3+gcd")
+        under_way, most, (part, _) = 0, 0, taskset.parts
+
+        def counted(make=part.environment):
+            made, reset, close = (x := make()), x.reset, x.close
+
+            async def begin(task):
+                nonlocal under_way, most
+                under_way += 1
+                most = max(most, under_way)
+                await asyncio.sleep(0.001)
+                return await reset(task)
+
+            async def end():
+                nonlocal under_way
+                under_way -= 1
+                await close()
+
+            made.reset, made.close = begin, end
+            return made
+
+        part.environment = counted
+        settings = dataclasses.replace(
+            SETTINGS, num_concurrent=4, concurrency=concurrency
+        )
+        kept = [played(i) for i in range(5)]
+        tasks = [dataclasses.replace(e.task, id=f"0/{e.task.id}") for e in kept]
+        episodes = [
+            dataclasses.replace(e, task=task)
+            for e, task in zip(kept, tasks, strict=True)
+        ]
+        found = rescoring.rescore(taskset, TEMPLATE, settings, CAPACITY, episodes)
+        self.assertTrue(all(v.is_same for v in found))
+        self.assertEqual(most, wanted)
 
     @parameterized.named_parameters(
         ("total", {"reward": protocol.Reward(0.5, {"correct": 1.0})}),
