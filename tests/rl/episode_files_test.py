@@ -58,7 +58,7 @@ class EpisodeFilesTest(runs.FolderTest):
             id(sample): np.arange(len(sample.tokens), dtype=np.float32) / (3 + number)
             for number, sample in enumerate(second.samples)
         }
-        step = episode_files.Step(1, 0, [[first, second]], [unused], told)
+        step = episode_files.Step(1, 0, [[first, second]], [unused], advantages=told)
         self.write(step)
         read = episode_files.read(self.folder(), 1)
         samples = read.groups[0][1].samples

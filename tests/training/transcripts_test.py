@@ -51,7 +51,9 @@ def make_critics_step():
         id(good.samples[0]): [0.0] * size + [0.25, 0.5],
         id(bad.samples[0]): [0.0] * size + [-1.0, math.nan],
     }
-    return episode_files.Step(6, VERSION, [[good], [bad]], [make_episode(0.5)], told)
+    return episode_files.Step(
+        6, VERSION, [[good], [bad]], [make_episode(0.5)], advantages=told
+    )
 
 
 class ContentTest(parameterized.TestCase):
