@@ -13,6 +13,7 @@ ledger, which must close after every step, the shares of the tasks, and what is 
 import argparse
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import json
 import math
@@ -20,6 +21,7 @@ import os
 import pathlib
 import random
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,7 +36,8 @@ from glm5_jax.data.chat import templates
 from glm5_jax.environments import proofs, tool_calls
 from glm5_jax.rl import episodes
 from glm5_jax.rl.actors import groups as groups_lib
-from glm5_jax.rl.actors import orchestrator, remote
+from glm5_jax.rl.actors import journal, orchestrator, remote
+from glm5_jax.rl.actors import lag as lag_lib
 
 TASKS = "2*terminal:column_sums+terminal:git_merge+terminal:json_filter"
 SHARES = {"column_sums": 0.5, "git_merge": 0.25, "json_filter": 0.25}
@@ -123,7 +126,17 @@ class Most:
     episodes: int = 0
     processes: int = 0
     boxes_mib: int = 0
+    files_mib: int = 0  # of what is under way
     seen: set[tuple[int, str]] = dataclasses.field(default_factory=set)
+
+
+def size_of(folder: pathlib.Path) -> int:
+    """Returns the bytes of the files in a folder, which others may delete meanwhile."""
+    size = 0
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            size += path.stat().st_size
+    return size
 
 
 def descendants() -> set[tuple[int, str]]:
@@ -176,11 +189,14 @@ def left(most: Most, folder: str) -> dict[str, int]:
     }
 
 
-async def watch(made: orchestrator.Orchestrator, most: Most) -> None:
-    """Keeps the most episodes, and the processes that come from this one."""
+async def watch(
+    made: orchestrator.Orchestrator, most: Most, folder: pathlib.Path
+) -> None:
+    """Keeps the most episodes, bytes of files, and processes that come from here."""
     while True:
         await asyncio.sleep(2.0)
-        most.episodes = max(most.episodes, made.num_running)
+        most.episodes = max(most.episodes, made.places.num_under_way)
+        most.files_mib = max(most.files_mib, size_of(folder) // 2**20)
         found = await asyncio.to_thread(descendants)
         most.seen |= found
         size = await asyncio.to_thread(memory, [pid for pid, _ in found])
@@ -211,16 +227,22 @@ async def play(at_once: int, num_steps: int, seconds: float, most: Most) -> dict
         engine = remote.Remote(session, URL, CAPACITY, seconds=late)
         context = episodes.Context(engine, taskset, template(), settings)
         groups = groups_lib.Groups(GROUPS_A_STEP, MAX_STALENESS)
-        made = orchestrator.Orchestrator(context, jobs, groups, drop_equal=False)
+        kept, lag = pathlib.Path(tempfile.mkdtemp(dir="/var/tmp")), lag_lib.Lag()
+        made = orchestrator.Orchestrator(
+            context, jobs, groups, drop_equal=False, journal=journal.Journal(kept)
+        )
         running = asyncio.create_task(made.run())
-        watching = asyncio.create_task(watch(made, most))
+        watching = asyncio.create_task(watch(made, most, kept))
+        measuring = asyncio.create_task(lag.measure())
         began = time.perf_counter()
         ledgers = await learn(made, session, num_steps)
         seconds = time.perf_counter() - began
         episodes_played = made.played().episodes
-        watching.cancel()
-        running.cancel()
-        await asyncio.wait({running, watching})
+        tasks = {running, watching, measuring}
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        shutil.rmtree(kept)
     labels = collections.Counter(episode.label.name for episode in episodes_played)
     paid = sum(e.reward.total == 1.0 for e in episodes_played if e.reward)
     total = sum(found.values())
@@ -235,6 +257,8 @@ async def play(at_once: int, num_steps: int, seconds: float, most: Most) -> dict
         "episodes_a_second": round(len(episodes_played) / seconds, 1),
         "boxes_mib": most.boxes_mib,
         "processes": most.processes,
+        "files_mib": most.files_mib,
+        "lag_seconds": round(lag.longest, 3),
         "own_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
         "shares": shares,
         "ledger": ledgers[-1],
