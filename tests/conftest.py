@@ -5,12 +5,17 @@ import ctypes.util
 import gc
 import os
 import pathlib
+import shutil
+import tempfile
 from unittest import mock
 
 import jax
 import pytest
 from absl import flags
-from absl.testing import absltest  # noqa: F401  defines --test_tmpdir
+from absl.testing import (
+    absltest,  # noqa: F401  defines --test_tmpdir
+    flagsaver,
+)
 
 from tests import environment, typecheck
 
@@ -84,8 +89,13 @@ OPTIMIZED = (
     "pallas_kernels/decode_test.py",
     "training/kill_test.py",
 )
-# They wait for the disk as users do.
+# They write to a disk and wait for it as users do.
 SYNCED = ("checkpoint/kill_test.py",)
+DISK = pathlib.Path("/var/tmp")
+# Temporary files of the others lie in memory, where Linux has room for them. A disk
+# with ext4 takes seconds to remove the folders of a few checkpoints.
+MEMORY = pathlib.Path("/dev/shm")
+ROOM = 4 * 2**30  # bytes
 # Of the machine's memory, for a process, of which most are then compiled programs.
 FULL_SHARE = 0.25
 # Of the mappings of memory that Linux gives a process. A program takes about twenty,
@@ -125,6 +135,9 @@ def circumstances(name):
             stack.enter_context(environment.optimized())
         fsync = FSYNC if name in SYNCED else mock.Mock()
         stack.enter_context(mock.patch.object(os, "fsync", fsync))
+        if name in SYNCED and DISK.is_dir():
+            folder = stack.enter_context(tempfile.TemporaryDirectory(dir=DISK))
+            stack.enter_context(flagsaver.flagsaver(test_tmpdir=folder))
         yield
 
 
@@ -157,16 +170,34 @@ def is_full():
 
 
 def pytest_configure(config):
-    """Gives the processes of -n jemalloc, if Linux has it; not those they start.
+    """Gives the processes of -n jemalloc, if Linux has it.
 
-    They inherit the variable of the first process, which sets it here before it starts
-    them, and delete it here in their turn.
+    They inherit the variables of the first process, which sets them here before it
+    starts them. They delete that of the allocator in their turn: the processes that
+    they start have none.
     """
     if hasattr(config, "workerinput"):
         if os.environ.get(PRELOAD) == ALLOCATOR:
             del os.environ[PRELOAD]
-    elif config.getoption("numprocesses", None) and is_installed(ALLOCATOR):
+        return
+    keep_files_in_memory(config)
+    if config.getoption("numprocesses", None) and is_installed(ALLOCATOR):
         os.environ.setdefault(PRELOAD, ALLOCATOR)
+
+
+def keep_files_in_memory(config):
+    """Makes a folder for all temporary files, which ends with pytest.
+
+    TMPDIR asks for another folder, whose files stay where they are.
+    """
+    if "TMPDIR" in os.environ or not MEMORY.is_dir():
+        return
+    if shutil.disk_usage(MEMORY).free < ROOM or not os.access(MEMORY, os.W_OK):
+        return
+    folder = tempfile.mkdtemp(prefix="glm5_jax_tests_", dir=MEMORY)
+    os.chmod(folder, 0o1777)  # as /tmp: boxes have users of their own
+    os.environ["TMPDIR"], tempfile.tempdir = folder, None
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def is_installed(library):

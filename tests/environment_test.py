@@ -59,6 +59,9 @@ class EnvironmentTest(parameterized.TestCase):
     def test_these_files_wait_for_the_disk(self, name):
         with conftest.circumstances(name):
             self.assertTrue(inspect.isbuiltin(os.fsync))
+            if conftest.DISK.is_dir():
+                folder = pathlib.Path(self.create_tempdir())
+                self.assertTrue(folder.is_relative_to(conftest.DISK))
 
     @parameterized.parameters("FULL_SHARE", "FULL_SHARE_OF_MAPPINGS")
     def test_programs_go_where_one_share_is_used_up(self, name):

@@ -308,10 +308,11 @@ class FaultTest(parameterized.TestCase):
 
     def test_the_limit_of_an_episode_is_over_all_calls(self):
         async def step(env, message):
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.3)
             return goes_on("more")
 
-        settings = dataclasses.replace(SETTINGS, max_turns=9, episode_timeout=0.25)
+        limits = {"call_timeout": 0.5, "episode_timeout": 0.75}
+        settings = dataclasses.replace(SETTINGS, max_turns=9, **limits)
         (episode,) = collect(Scripted(step), count=1, settings=settings)
         self.assertIs(episode.label, Label.TIMEOUT)
         self.assertEqual(episode.num_turns, 3)
