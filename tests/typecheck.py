@@ -7,6 +7,7 @@ planner makes 200,000 calls. `install` leaves it where a hint names an array.
 
 import functools
 import inspect
+import threading
 import typing
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -16,6 +17,8 @@ import jaxtyping
 
 _JAXTYPED = jaxtyping.jaxtyped
 _CHECKS: dict[Hashable, Callable] = {}  # by signature
+_NESTED: dict[Hashable, Callable] = {}  # what checks such a function, by signature
+_CALLED = threading.local()  # functions whose check calls them next, the last one first
 
 
 def install() -> None:
@@ -37,9 +40,10 @@ def jaxtyped(*, typechecker: Callable) -> Callable:
                 decorated.__init__ = decorate(decorated.__init__)
             return decorated
         hints = [*getattr(decorated, "__annotations__", {}).values()]
-        # Nested functions are defined again and again; `check` knows them.
-        if "<locals>" in decorated.__qualname__ or _has(hints, _is_unknown):
+        if _has(hints, _is_unknown):
             return _JAXTYPED(decorated, typechecker=typechecker)
+        if "<locals>" in decorated.__qualname__:
+            return _nested(decorated, typechecker)
         checked = _checked_later(decorated)
         if _has(hints, _is_array):  # one memory of sizes, one check of the arguments
             return _JAXTYPED(checked, typechecker=None)
@@ -61,14 +65,50 @@ def check(function: Callable) -> Callable:
     def checked(*args: Any, **kwargs: Any) -> Any:
         nonlocal found
         if found is None:
-            hints = tuple((n, _key(h)) for n, h in function.__annotations__.items())
-            key = function.__module__, function.__qualname__, function.__code__, hints
+            key = _signature(function)
             found = _CHECKS.get(key)
             if found is None:
                 found = _CHECKS[key] = beartype.beartype(function)
         return found(*args, **kwargs)
 
     return checked
+
+
+def _nested(function: Callable, typechecker: Callable) -> Callable:
+    """Returns a function that is defined again and again, with the check of its equals.
+
+    jaxtyping takes half a millisecond for each definition. Here it decorates the first
+    one's signature, and what it has decorated calls the function of the moment.
+    """
+    key = _signature(function), inspect.isgeneratorfunction(function)
+    if key not in _NESTED:
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return _CALLED.functions.pop()(*args, **kwargs)
+
+        call.__module__, call.__qualname__ = function.__module__, function.__qualname__
+        call.__name__ = function.__name__
+        call.__signature__ = inspect.signature(function)
+        _NESTED[key] = _JAXTYPED(call, typechecker=typechecker)
+    checked = _NESTED[key]
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        functions = vars(_CALLED).setdefault("functions", [])
+        number = len(functions)
+        functions.append(function)
+        try:
+            return checked(*args, **kwargs)
+        finally:
+            del functions[number:]  # the arguments were refused
+
+    return run
+
+
+def _signature(function: Callable) -> Hashable:
+    """Returns an equal value for equal definitions of a function."""
+    hints = tuple((n, _key(h)) for n, h in function.__annotations__.items())
+    return function.__module__, function.__qualname__, function.__code__, hints
 
 
 def _checked_later(function: Callable) -> Callable:

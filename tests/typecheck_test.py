@@ -108,11 +108,32 @@ class TypecheckTest(parameterized.TestCase):
         self.assertEqual(half_of(3), 1.5)
         self.assertEqual(add(np.ones((2, 4)), np.ones((1, 4))), 16)
 
+    def test_a_nested_function_keeps_what_is_its_own(self):
+        """Its variables and defaults, also where it calls another definition."""
+
+        def define(factor, inner=None, least=0):
+            @jaxtyping.jaxtyped(typechecker=typecheck.check)
+            def scaled(x: Float[np.ndarray, " T"], more: int = least) -> float:
+                return factor * x.sum() + more + (inner(x) if inner else 0)
+
+            return scaled
+
+        two, three = define(2.0), define(3.0, define(10.0), least=1)
+        x = np.arange(3.0)
+        self.assertEqual([two(x), three(x), two(x)], [6, 9 + 1 + 30, 6])
+        with self.assertRaises(jaxtyping.TypeCheckError):
+            three(1)
+        self.assertEqual(two(x, more=5), 11)
+        with self.assertRaises(ZeroDivisionError):
+            define(1.0, lambda x: 1 / 0)(x)
+        self.assertEqual(three(x), 40)
+
     def test_equal_functions_share_their_checks(self):
         made = mock.Mock(wraps=beartype.beartype)
         with (
             mock.patch.object(beartype, "beartype", made),
             mock.patch.dict(typecheck._CHECKS, clear=True),
+            mock.patch.dict(typecheck._NESTED, clear=True),
         ):
             functions = [define() for _ in range(3)]
             made.assert_not_called()
