@@ -92,7 +92,8 @@ MAX_COLUMNS = 88
 # teachers 1. Copies on hosts take 2. Limits of an answer and of an episode take 2, and
 # reading again what older weights have read 1, an evaluation beside the training 2,
 # the bounds of a mixture's parts 1.
-MAX_CONFIG_FIELDS = 211
+# Rewards for junk take 2: what is done, and how often the environment is asked.
+MAX_CONFIG_FIELDS = 213
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "misc"}
 
 

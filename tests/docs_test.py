@@ -57,7 +57,7 @@ class DocumentsTest(parameterized.TestCase):
         self.assertLen(rows, 17 + 17)  # faults, and complaints
         untested = [what for what, _, tests in rows if "::test_" not in tests]
         default = "SkyRL lowered its default of staleness from 4 to 0"
-        self.assertEqual(untested, ["a poisoned reward: 1 for junk", default])
+        self.assertEqual(untested, [default])
 
     def test_every_word_of_the_glossary_has_one_line(self):
         text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")

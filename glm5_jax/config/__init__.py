@@ -28,6 +28,7 @@ from glm5_jax.config.rl import (
     DIS_REASONING,
     AdvantageStd,
     LossMean,
+    Quarantine,
     RLConfig,
 )
 from glm5_jax.config.rope import RopeScaling
@@ -61,6 +62,7 @@ __all__ = [
     "OptimConfig",
     "PrepareConfig",
     "QuantizationScheme",
+    "Quarantine",
     "RLConfig",
     "RematPolicy",
     "RolloutWeights",

@@ -9,6 +9,7 @@ from glm5_jax.config.quantization import RolloutWeights
 Objective = Literal["icepop", "grpo", "dis", "tis", "cispo", "gspo"]
 AdvantageStd = Literal["sample", "population", "none"]
 LossMean = Literal["sequence", "token"]
+Quarantine = Literal["pause", "end", "off"]
 
 # (dis_low, dis_high) of "Single-rollout Asynchronous Optimization", GLM-5.2's; GLM-5
 # does not disclose its own.
@@ -149,6 +150,13 @@ class RLConfig:
     # is skipped: Adam's update is as large for one group as for all.
     min_used_groups: float = 0.125
 
+    # Where answers that must earn nothing earn the full reward, in stage async_rl: skip
+    # that kind of tasks for a while ("pause"), end the run ("end"), or say so ("off").
+    quarantine: Quarantine = "pause"
+    # Groups of a kind of tasks from one such answer that is played to its environment,
+    # without the engine, to the next; 0: none.
+    canary_every: int = 8
+
     # Most GiB of episodes that the run folder keeps, compressed, for other rewards, for
     # a replay and to look at; the oldest steps go first. 0 keeps none.
     episodes_gib: float = 1.0
@@ -172,7 +180,7 @@ class RLConfig:
                 for k in (
                     *("max_staleness", "num_engines", "num_pages", "episodes_gib"),
                     *("kl_weight", "entropy_weight", "rows_per_step"),
-                    "critic_warmup_steps",
+                    *("critic_warmup_steps", "canary_every"),
                 )
             ),
             (

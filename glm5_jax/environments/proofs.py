@@ -194,6 +194,28 @@ def attempts_of(taskset: protocol.Taskset, task: protocol.Task) -> Attempts | No
     return Attempts([turn for turn in shown if turn["role"] == "assistant"])
 
 
+async def played(
+    environment: protocol.Environment, task: protocol.Task, turns: Turns
+) -> float | str:
+    """Plays turns to an environment, which the caller closes.
+
+    Returns:
+        The reward of the episode, or what became of it.
+
+    Raises:
+        Exception: of the environment, or TimeoutError: a call takes too long.
+    """
+    async with asyncio.timeout(_CALL_SECONDS):
+        await environment.reset(task)
+    for turn in turns:
+        async with asyncio.timeout(_CALL_SECONDS):
+            result = await environment.step(turn)
+        if result.terminated or result.truncated:
+            reward = result.reward
+            return "no reward" if reward is None else float(reward.total)
+    return "no reward: the episode goes on"
+
+
 async def _leaks(taskset: protocol.Taskset, task: protocol.Task) -> Sequence[str]:
     """Asks the taskset what an agent could read, at the start of an episode."""
     if not hasattr(taskset, "leaks"):
@@ -224,27 +246,13 @@ async def _reward(
     given = [NOTHING] * _MOST_TURNS if turns is None else turns
     try:
         try:
-            return await _played(environment, task, given)
+            return await played(environment, task, given)
         finally:
             await _close(environment)
     except TimeoutError:
         return "no reward: a call takes too long"
     except Exception as error:
         return f"no reward: {type(error).__name__}: {error}"
-
-
-async def _played(
-    environment: protocol.Environment, task: protocol.Task, turns: Turns
-) -> float | str:
-    async with asyncio.timeout(_CALL_SECONDS):
-        await environment.reset(task)
-    for turn in turns:
-        async with asyncio.timeout(_CALL_SECONDS):
-            result = await environment.step(turn)
-        if result.terminated or result.truncated:
-            reward = result.reward
-            return "no reward" if reward is None else float(reward.total)
-    return "no reward: the episode goes on"
 
 
 async def _close(environment: protocol.Environment) -> None:

@@ -93,6 +93,20 @@ class Run(stateful.RuleBasedStateMachine):
             self.dropped.add(index)
             self.num_dropped += 1
 
+    @stateful.rule(remainder=strategies.integers(0, 2))
+    def drop_ready(self, remainder: int) -> None:
+        """Drops a third of the finished groups; steps wait for others, without end."""
+
+        def is_bad(content: str) -> bool:
+            return int(content.removeprefix("group ")) % 3 == remainder
+
+        before = self.groups.num_ready
+        dropped = self.groups.drop_ready(is_bad, "quarantined")
+        assert self.groups.num_ready == before - len(dropped)
+        assert all(map(is_bad, dropped))
+        assert not self.groups.drop_ready(is_bad, "quarantined")
+        self.dropped |= {int(content.removeprefix("group ")) for content in dropped}
+
     @stateful.rule()
     def take(self) -> None:
         if self.taken is None:

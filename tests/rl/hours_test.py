@@ -221,7 +221,7 @@ class HoursTest(parameterized.TestCase):
 
         virtual_time.run(main())
         before = [share for when, share in shares if when < HOUR]
-        pause = failing._PAUSE_SECONDS
+        pause = failing.PAUSE_SECONDS
         after = [share for when, share in shares if when > HOUR + 2 * pause]
         self.assertEqual({*before}, {0.0})
         self.assertAlmostEqual(sum(after) / len(after), 0.5, delta=0.1)

@@ -15,9 +15,9 @@ from glm5_jax.rl import entrance
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl.actors import groups as groups_lib
 from glm5_jax.rl.actors import journal as journal_lib
-from glm5_jax.rl.actors import local
+from glm5_jax.rl.actors import local, monitor
 from tests.data import templates_test
-from tests.rl import faults, scripted
+from tests.rl import faults, monitor_test, scripted
 
 OK = templates_test.ids_of("</think>OK<|user|>")
 STALL = 20.0  # seconds; everything here takes milliseconds
@@ -45,13 +45,13 @@ class Taskset(faults.FaultyTaskset):
         return made
 
 
-def game(taskset):
+def game(taskset, watch=None):
     def jobs(index):
         task = taskset.task("train", 0, index)
         return [episodes_lib.Job(task, index, 2 * index + i) for i in range(2)]
 
     template = templates_test.template(clear=False)
-    return local.Game(taskset, template, SETTINGS, jobs, drop_equal=False)
+    return local.Game(taskset, template, SETTINGS, jobs, False, watch)
 
 
 class LocalTest(absltest.TestCase):
@@ -60,12 +60,12 @@ class LocalTest(absltest.TestCase):
         self.enterContext(self.assertNoLogs("asyncio"))
 
     @contextlib.contextmanager
-    def playing(self, taskset, engine=None):
+    def playing(self, taskset, engine=None, watch=None):
         """Yields what plays episodes with an engine of a service of its own."""
         engine = engine or scripted.ScriptedEngine(lambda _: OK)
         with contextlib.closing(service.Service(engine)) as served:
             groups, journal = groups_lib.Groups(2, 1), journal_lib.Journal(None)
-            yield local.Local(served, game(taskset), groups, journal)
+            yield local.Local(served, game(taskset, watch), groups, journal)
 
     def actors(self):
         return [t for t in threading.enumerate() if t.name == "actors"]
@@ -120,6 +120,16 @@ class LocalTest(absltest.TestCase):
         for thread in self.actors():
             thread.join(STALL)
         self.assertEmpty(self.actors())
+
+    def test_an_environment_that_pays_for_junk_ends_the_run_if_settings_say_so(self):
+        shop = monitor_test.Shop(monitor_test.square, lambda said: True, knows=True)
+        watch = monitor.Settings(quarantine="end", canary_every=1)
+        with self.playing(shop, watch=watch) as played:
+            with self.assertRaisesRegex(monitor.PoisonedError, "'odd' pays for junk"):
+                for version in range(50):
+                    played.call(lambda made, new=version: made.published(new))
+                    played.take(STALL)
+            played.close()
 
     def test_a_taskset_without_a_task(self):
         taskset = Taskset()

@@ -17,12 +17,13 @@ import aiohttp
 from absl.testing import absltest, parameterized
 from aiohttp import web
 
+from glm5_jax import environments
 from glm5_jax.config import DataConfig, RLConfig, TrainConfig
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.rl import held_out, trajectories
 from glm5_jax.rl.actors import fleet, lag, process, remote
 from glm5_jax.rl.actors import orchestrator as orchestrator_lib
-from tests.rl import remote_test
+from tests.rl import monitor_test, remote_test
 
 TOKENIZER = tokenizer_lib.named("byte_chat")
 UPDATE = {"update_info": {"path": "v0"}}
@@ -370,6 +371,27 @@ class ProcessTest(parameterized.TestCase):
         self.assertEqual((status, answer["type"]), (500, "ZeroDivisionError"))
         self.assertEqual(answer["error"], "repairs are over")
         self.assertLess(time.monotonic() - began, 40.0)
+
+    def test_an_environment_that_pays_for_junk_ends_the_run_if_settings_say_so(self):
+        settings = {"quarantine": "end", "canary_every": 1}
+        config = dataclasses.replace(
+            CONFIG, rl=dataclasses.replace(CONFIG.rl, **settings)
+        )
+        shop = monitor_test.Shop(monitor_test.square, lambda said: True, knows=True)
+
+        async def run():
+            async with orchestrating(Server(), config) as ask:
+                await ask("/publish", folder="i0-v0", version=0)
+                await ask("/start", groups={})
+                for version in range(50):
+                    status, answer = await ask("/take", version=version)
+                    if status != 200:
+                        return answer
+
+        with mock.patch.object(environments, "make", return_value=shop):
+            answer = asyncio.run(run())
+        self.assertEqual(answer["type"], "PoisonedError")
+        self.assertIn("'odd' pays for junk", answer["error"])
 
     def test_a_step_that_is_not_ready_says_so_in_time(self):
         server, answers = Server(), asyncio.Event()

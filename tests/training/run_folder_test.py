@@ -48,6 +48,7 @@ class ClaimTest(parameterized.TestCase):
             "rl.concurrency",
             *("rl.servers", "rl.weights_store", "rl.num_engines"),
             *("rl.eval_servers", "rl.evaluates_beside"),
+            *("rl.quarantine", "rl.canary_every"),
             *("health.spike_nats", "health.on_spike", "health.max_skipped_in_a_row"),
             *("health.on_not_finite", "health.max_rollbacks"),
             *("health.watchdog_seconds", "trackers", "profile_steps"),

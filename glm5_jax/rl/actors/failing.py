@@ -12,7 +12,7 @@ from absl import logging
 
 _OF_A_TAG, _OF_ALL = 16, 64  # last groups that are looked at
 _MOST = 15 / 16  # share of them that fail, from which on it is too much
-_PAUSE_SECONDS = 600.0
+PAUSE_SECONDS = 600.0
 
 
 class FailingError(RuntimeError):
@@ -31,6 +31,14 @@ class Failing:
     def is_paused(self, tag: str) -> bool:
         """Tells whether groups of a tag are to be skipped now."""
         return time.monotonic() < self._until.get(tag, 0.0)
+
+    def pause(self, tag: str) -> bool:
+        """Skips groups of a tag for a while; False if no other one would be played."""
+        others = (other for other in self._tags if other != tag)
+        if all(map(self.is_paused, others)):
+            return False
+        self._until[tag] = time.monotonic() + PAUSE_SECONDS
+        return True
 
     def note(self, tag: str, reason: str) -> None:
         """Notes a group that was played.
@@ -55,14 +63,12 @@ class Failing:
                 f"{_OF_A_TAG} of each tag: {failed}. Once the environment works, the "
                 f"same command resumes the run."
             )
-        others = (other for other in self._tags if other != tag)
-        if _are_too_many(groups) and not all(map(self.is_paused, others)):
-            self._until[tag] = time.monotonic() + _PAUSE_SECONDS
+        if _are_too_many(groups) and self.pause(tag):
             logging.warning(
                 "Groups of the tag %r are skipped for %g s: the environments of %d of "
                 "its last %d failed, the last one by %s.",
                 tag,
-                _PAUSE_SECONDS,
+                PAUSE_SECONDS,
                 sum(groups),
                 _OF_A_TAG,
                 reason,

@@ -31,7 +31,7 @@ is killed, `rewind` makes them ready again.
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -152,6 +152,25 @@ class Groups(Generic[T]):
                 assert group.content is not None, "ready groups have their episodes"
                 dropped.append(group.content)
                 self._drop(index, "stale")
+        return dropped
+
+    def drop_ready(self, is_bad: Callable[[T], bool], reason: str) -> list[T]:
+        """Drops, and returns, the finished groups that are bad and in no step.
+
+        A step waits for others, however many they are.
+
+        Args:
+          is_bad: tells of a group's content.
+          reason: which `ledger` counts.
+        """
+        dropped = []
+        for index in self._ready():
+            content = self._groups[index].content
+            assert content is not None, "ready groups have their episodes"
+            if is_bad(content):
+                dropped.append(content)
+                del self._groups[index]
+                self._counts[f"dropped_{reason}"] += 1
         return dropped
 
     def drop(self, index: int, reason: str) -> None:

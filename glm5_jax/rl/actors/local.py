@@ -15,6 +15,7 @@ from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl import pump as pump_lib
 from glm5_jax.rl.actors import groups as groups_lib
 from glm5_jax.rl.actors import journal as journal_lib
+from glm5_jax.rl.actors import monitor
 from glm5_jax.rl.actors import orchestrator as orchestrator_lib
 
 T = TypeVar("T")
@@ -29,6 +30,7 @@ class Game:
     settings: episodes_lib.Settings
     jobs: Callable[[int], Sequence[episodes_lib.Job]]  # of a group, by its index
     drop_equal: bool  # groups of equal rewards
+    watch: monitor.Settings | None = None  # None: the default
 
 
 class Local:
@@ -100,6 +102,7 @@ class Local:
                 self._groups,
                 drop_equal=game.drop_equal,
                 journal=self._journal,
+                watch=game.watch,
             )
             playing = asyncio.create_task(self._orchestrator.run())
             try:

@@ -17,7 +17,7 @@ from absl import logging
 from glm5_jax.inference import requests
 from glm5_jax.rl import advantages, completer
 from glm5_jax.rl import episodes as episodes_lib
-from glm5_jax.rl.actors import beside, failing, starving
+from glm5_jax.rl.actors import beside, failing, monitor, starving
 from glm5_jax.rl.actors import groups as groups_lib
 from glm5_jax.rl.actors import journal as journal_lib
 from glm5_jax.rl.actors import places as places_lib
@@ -53,6 +53,7 @@ class Orchestrator:
         drop_equal: bool,
         evaluation: beside.Beside | None = None,
         journal: journal_lib.Journal | None = None,
+        watch: monitor.Settings | None = None,
     ) -> None:
         """Prepares; `run` plays.
 
@@ -66,6 +67,7 @@ class Orchestrator:
           drop_equal: whether groups of equal rewards are dropped, and replaced.
           evaluation: plays held-out tasks; None: one with the engine of the others.
           journal: keeps what is under way, for a start after a kill; None: nobody does.
+          watch: what is done about environments that pay for junk; None: the default.
         """
         self.window = window_lib.Window(context.settings.num_concurrent)
         self._engine = _Watched(context.engine, self.window)
@@ -76,6 +78,9 @@ class Orchestrator:
         self.evaluation = evaluation or beside.Beside(self._context)
         self.groups = groups
         self._failing, self._starving = failing.Failing(), starving.Starving()
+        self._monitor = monitor.Monitor(
+            context, self._failing, watch or monitor.Settings()
+        )
         self._waited = 0.0  # seconds of `take`, since `figures`
         self.places = places_lib.Places(context.settings.concurrency)
         self._num_failures = 0  # errors of the engines in a row
@@ -94,6 +99,7 @@ class Orchestrator:
         Raises:
           EngineError: the engines failed MAX_FAILURES times in a row.
           FailingError: nearly all environments fail.
+          PoisonedError: one pays for junk, and the settings end the run.
           Exception: of a taskset that makes no task.
         """
         try:
@@ -101,6 +107,7 @@ class Orchestrator:
                 tasks.create_task(self.evaluation.run())
                 for begun in await self._resumed():
                     tasks.create_task(self._play(*begun))
+                tasks.create_task(self._monitor.run())
                 while True:
                     while (jobs := await self._next()) is not None:
                         tasks.create_task(self._play(*jobs))
@@ -172,6 +179,7 @@ class Orchestrator:
             "actors/waiting_groups": len(self.places.waiting),
             **{f"actors/episodes/{tag}": n for tag, n in tags.items() if len(tags) > 1},
             "actors/reread_share": round(self.window.reread_share(), 4),
+            **self._monitor.figures(),
         }
 
     async def _resumed(self) -> list[tuple[int, Jobs]]:
@@ -245,20 +253,25 @@ class Orchestrator:
 
     def _ready(self) -> list[tuple[int, Group]] | None:
         """Returns the groups of the next step, if they are ready."""
-        if dropped := self.groups.drop_stale():
+        distrusted = self.groups.drop_ready(self._is_quarantined, "quarantined")
+        if stale := self.groups.drop_stale():
             logging.warning(
                 "%d groups are dropped: weights drew them that are more than %d "
                 "versions (rl.max_staleness) older than their step's, so a server has "
                 "missed versions.",
-                len(dropped),
+                len(stale),
                 self.groups.max_staleness,
             )
-        for group in dropped:
-            self._played.unused.extend({id(e): e for e in group}.values())
-            self._played.counts["dropped_stale_groups"] += 1
-            self._starving.lost(group[0].task.tag, "stale")
-            self._tell()  # another may begin
+        for why, dropped in (("quarantined", distrusted), ("stale", stale)):
+            for group in dropped:
+                self._played.unused.extend({id(e): e for e in group}.values())
+                self._played.counts[f"dropped_{why}_groups"] += 1
+                self._starving.lost(group[0].task.tag, why)
+                self._tell()  # another may begin
         return self.groups.take()
+
+    def _is_quarantined(self, group: Group) -> bool:
+        return self._monitor.is_quarantined(group[0].task.tag)
 
     def _judge(self, index: int, group: Group) -> None:
         """Finishes a group, or drops one that teaches nothing.
@@ -286,6 +299,8 @@ class Orchestrator:
         failed = [e for e in group if not e.label.is_scored] if is_invalid else []
         reason = f"{failed[0].label.value}: {failed[0].reason}" if failed else ""
         self._failing.note(group[0].task.tag, reason)
+        if not is_invalid:
+            self._monitor.note(group)
 
     async def _failed(self, error: completer.EngineError, epoch: int) -> None:
         """Waits before a group begins again; no other one begins meanwhile.

@@ -31,7 +31,7 @@ from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.chat import templates
 from glm5_jax.rl import at_once, entrance, held_out, jobs, trajectories
 from glm5_jax.rl import episodes as episodes_lib
-from glm5_jax.rl.actors import beside, pinned, remote
+from glm5_jax.rl.actors import beside, monitor, pinned, remote
 from glm5_jax.rl.actors import fleet as fleet_lib
 from glm5_jax.rl.actors import groups as groups_lib
 from glm5_jax.rl.actors import journal as journal_lib
@@ -172,6 +172,9 @@ class Process:
             drop_equal=rl.dynamic_sampling,
             evaluation=evaluation,
             journal=journal_lib.Journal(folder and pathlib.Path(folder)),
+            watch=monitor.Settings(
+                quarantine=rl.quarantine, canary_every=rl.canary_every
+            ),
         )
         self._spawn(self._orchestrator.run())
         return {}

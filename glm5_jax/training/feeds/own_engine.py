@@ -11,7 +11,7 @@ from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl import jobs
 from glm5_jax.rl.actors import groups as groups_lib
 from glm5_jax.rl.actors import journal as journal_lib
-from glm5_jax.rl.actors import local
+from glm5_jax.rl.actors import local, monitor
 from glm5_jax.rl.actors import orchestrator as orchestrator_lib
 from glm5_jax.training.feeds import actors
 from glm5_jax.training.feeds import player as player_lib
@@ -48,6 +48,9 @@ class OwnEngine:
             jobs.settings(rl),
             jobs=lambda index: jobs.of_group(config, self._taskset, index, index),
             drop_equal=rl.dynamic_sampling,
+            watch=monitor.Settings(
+                quarantine=rl.quarantine, canary_every=rl.canary_every
+            ),
         )
         groups = groups_lib.Groups[orchestrator_lib.Group](
             rl.prompts_per_step,

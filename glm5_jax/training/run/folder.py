@@ -36,6 +36,7 @@ MAY_CHANGE = (
     *("rl.max_logprob_gap", "rl.num_eval_tasks", "rl.answer_timeout_seconds"),
     "rl.concurrency",
     *("rl.min_start_success", "rl.max_start_success", "rl.episodes_gib"),
+    *("rl.quarantine", "rl.canary_every"),
     # Who samples: a job that queues again gets other nodes.
     *("rl.servers", "rl.weights_store", "rl.num_engines"),
     *("rl.eval_servers", "rl.evaluates_beside"),
