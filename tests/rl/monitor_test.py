@@ -196,12 +196,12 @@ class PoisonTest(parameterized.TestCase):
     def assert_is_found(self, shop, say, most):
         """Checks that the odd tag alone is paused, after `most` groups of it."""
         with self.assertLogs(level="WARNING") as logs:
-            made, figures, steps = play(Engine(say), shop, 100)
+            made, figures, steps = play(Engine(say), shop, 60)
         ledger = collections.Counter(made.groups.ledger())
         learnt = collections.Counter(tag for _, tags in steps for tag in tags)
         self.assertLessEqual(learnt["odd"] + ledger["dropped_quarantined"], most)
         self.assertGreater(ledger["dropped_quarantined"], 0)
-        self.assertGreater(learnt["sound"], 250)
+        self.assertGreater(learnt["sound"], 150)
         self.assertEqual({len(tags) for _, tags in steps}, {4})
         (record,) = of_monitor(logs)
         words = "'odd' are skipped for 600 s, .*pays for junk: it gave the full reward "
@@ -273,7 +273,7 @@ class PoisonTest(parameterized.TestCase):
 
         engine.say = say
         with self.assertLogs(level="WARNING") as logs:
-            *_, steps = play(engine, shop, 150)
+            *_, steps = play(engine, shop, 110)
         self.assertLen(of_monitor(logs), 3)  # a pause is ten minutes
         shares = [(now, tags.count("odd") / 4) for now, tags in steps]
         before = [share for now, share in shares if 15 * MINUTE < now < 30 * MINUTE]
@@ -362,7 +362,7 @@ class HonestTest(parameterized.TestCase):
         """By the tasks' own answers, or if these tell nothing, by right turns."""
         shop = Shop(coin(share), knows=True)
         shop.is_opaque = is_opaque
-        figures = self.watch(shop, 80)
+        figures = self.watch(shop, 48)
         self.assertGreater(figures["monitor/same_answer/odd"], share - 0.2)
         self.assertEqual(figures["monitor/borrowed_paid/odd"], 0.0)
         self.assertEqual(figures["monitor/wrong_paid/odd"], 0.0)
@@ -370,7 +370,7 @@ class HonestTest(parameterized.TestCase):
     def test_few_possible_answers_that_no_task_names(self):
         shop = Shop(coin(0.5))
         shop.is_opaque = True
-        figures = self.watch(shop, 100)
+        figures = self.watch(shop, 60)
         self.assertBetween(figures["monitor/borrowed_paid/odd"], 0.2, 0.8)
 
     def test_tasks_whose_right_answers_are_right_for_each_other(self):
@@ -390,12 +390,12 @@ class HonestTest(parameterized.TestCase):
                 made.step = step
                 return made
 
-        self.watch(Programs(lambda asked: f"same {number_of(asked)}", knows=True), 60)
+        self.watch(Programs(lambda asked: f"same {number_of(asked)}", knows=True), 48)
         self.assertIn(canaries._NONSENSE[0]["content"], seen)
 
     def test_one_answer_to_everything_that_is_right(self):
         """As "I cannot do this." to requests that no tool fits."""
-        self.watch(Shop(lambda asked: "no"), 100)
+        self.watch(Shop(lambda asked: "no"), 48)
 
     def test_a_task_that_comes_again_and_again(self):
         class Two(Shop):
@@ -403,7 +403,7 @@ class HonestTest(parameterized.TestCase):
                 task = super().task(split, seed, index % 2)
                 return dataclasses.replace(task, answer=index)
 
-        self.watch(Two(square), 100)
+        self.watch(Two(square), 48)
 
 
 class CanariesTest(absltest.TestCase):
