@@ -31,7 +31,7 @@ from glm5_jax.rl import (
     rollouts,
 )
 from glm5_jax.rl import episodes as episodes_lib
-from glm5_jax.rl.actors import groups, orchestrator
+from glm5_jax.rl.actors import groups, monitor, orchestrator
 from tests import environment
 from tests.data import templates_test
 from tests.rl import faults
@@ -775,6 +775,8 @@ class MixtureTest(parameterized.TestCase):
                     lambda index: self.jobs("train", index, 2),
                     groups.Groups(3, 0),
                     drop_equal=False,
+                    # These turns are paid whatever they say.
+                    watch=monitor.Settings(quarantine="off"),
                 )
                 playing, taken = asyncio.create_task(made.run()), []
                 try:

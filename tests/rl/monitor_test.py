@@ -527,6 +527,22 @@ class CanariesTest(absltest.TestCase):
         shop.has_agents = True
         self.assertEqual(self.play(shop, 100)[0].shares(), {})
 
+    def test_the_other_parts_of_a_mixture_have_theirs(self):
+        programs = Shop(square, lambda content: True)
+        programs.has_agents = True
+
+        class Mixed(Shop):
+            has_agents = True
+
+            def part_of(self, task):
+                return (programs if task.tag == "odd" else self.turns), task
+
+        shop = Mixed(square, lambda content: True, knows=True)
+        shop.turns = Shop(square, knows=True)
+        made, found, _ = self.play(shop, 20)
+        self.assertEqual(found, [])
+        self.assertEqual({tag for tag, _ in made.shares()}, {"sound"})
+
     def test_borrowed_answers_must_all_be_paid(self):
         tally = canaries._Tally(canaries.BORROWED, 1)
         for _ in range(canaries.ALL_OF - 1):

@@ -382,7 +382,7 @@ class ProcessTest(parameterized.TestCase):
         async def run():
             async with orchestrating(Server(), config) as ask:
                 await ask("/publish", folder="i0-v0", version=0)
-                await ask("/start", groups={})
+                await ask("/start", groups={}, journal=None)
                 for version in range(50):
                     status, answer = await ask("/take", version=version)
                     if status != 200:

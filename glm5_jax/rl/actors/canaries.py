@@ -97,8 +97,7 @@ class Canaries:
           seconds: longest time of one.
           found: is told the tag, and how, whose environments pay for junk.
         """
-        is_agent = getattr(taskset, "has_agents", False)  # its turns are its own
-        self._taskset, self._every = taskset, 0 if is_agent else every
+        self._taskset, self._every = taskset, every
         is_provable = isinstance(taskset, proofs.Provable)
         self._kinds = (WRONG, BORROWED) if is_provable else (BORROWED,)
         self._seconds, self._found = seconds, found
@@ -108,11 +107,15 @@ class Canaries:
     def ended(self, task: protocol.Task, paid: answers_lib.Paid | None) -> None:
         """Lets canaries be played with the task of a group that has ended.
 
+        A program of its own takes no answers, so its tasks have none.
+
         Args:
           task: of the group.
           paid: the commonest answer of its tag that was paid before the group.
         """
-        for kind in self._kinds if self._every else ():
+        part, _ = protocol.part_of(self._taskset, task)
+        is_playable = self._every and not protocol.has_agents(part)
+        for kind in self._kinds if is_playable else ():
             tally = self._tallies.setdefault(
                 (task.tag, kind), _Tally(kind, self._every)
             )
