@@ -87,8 +87,8 @@ class Run(stateful.RuleBasedStateMachine):
     def drop_stale(self) -> None:
         """Drops what the next step may not learn from, and nothing else."""
         limit = self.groups.version - self.groups.max_staleness
-        for content in self.groups.drop_stale():
-            index = int(content.removeprefix("group "))
+        for index, content in self.groups.drop_stale():
+            assert content == f"group {index}"
             assert self.oldest[index] < limit
             self.dropped.add(index)
             self.num_dropped += 1
@@ -103,9 +103,9 @@ class Run(stateful.RuleBasedStateMachine):
         before = self.groups.num_ready
         dropped = self.groups.drop_ready(is_bad, "quarantined")
         assert self.groups.num_ready == before - len(dropped)
-        assert all(map(is_bad, dropped))
+        assert all(is_bad(content) for _, content in dropped)
         assert not self.groups.drop_ready(is_bad, "quarantined")
-        self.dropped |= {int(content.removeprefix("group ")) for content in dropped}
+        self.dropped |= {index for index, _ in dropped}
 
     @stateful.rule()
     def take(self) -> None:
@@ -337,7 +337,7 @@ class GroupsTest(parameterized.TestCase):
         groups.take()
         groups.publish()
         groups.finish(groups.begin(), "old", oldest=-1)
-        self.assertEqual(groups.drop_stale(), ["old"])
+        self.assertEqual(groups.drop_stale(), [(2, "old")])
         self.assertEqual(groups.drop_stale(), [])
         self.assertEqual(groups.ledger()["dropped_stale"], 1)
         self.assertEqual(groups.take(), [(1, "fresh")])

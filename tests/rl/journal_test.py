@@ -1,4 +1,4 @@
-"""What is under way goes on after a kill: no answer is asked for twice."""
+"""What is under way goes on after a kill: no answer in a file is asked for again."""
 
 import asyncio
 import collections
@@ -192,7 +192,7 @@ class RestartTest(runs.FolderTest):
         found = journal_lib.Journal(folder).read(1)
         self.assertEqual({known.version for known in found}, {1})
 
-    def test_a_group_that_is_dropped_leaves_no_file(self):
+    def test_a_group_that_is_dropped_leaves_no_file_once_its_step_has_one(self):
         folder, groups = self.root / self.id(), groups_lib.Groups(1, 0, max_dropped=3)
         made = make(
             orchestrator_test.Engine(lambda: 1.0),
@@ -204,13 +204,16 @@ class RestartTest(runs.FolderTest):
 
         async def play():
             task = asyncio.create_task(made.run())
-            self.assertEqual(await made.take(NEVER), [])
+            for step in range(1, 4):
+                self.assertEqual(await made.take(NEVER), [])
+                made.published(step)
             task.cancel()
             await asyncio.wait({task})
 
         virtual_time.run(play())
-        self.assertEqual(groups.ledger()["dropped_equal"], 3)
-        self.assertEqual([*folder.iterdir()], [])
+        self.assertEqual(groups.ledger()["dropped_equal"], 9)
+        left = {int(path.stem) for path in folder.iterdir()}
+        self.assertFalse({0, 1, 2} & left)
 
 
 class Patient(orchestrator_test.Lucky):

@@ -140,35 +140,43 @@ class Groups(Generic[T]):
         group.content = content
         group.oldest = group.version if oldest is None else oldest
 
-    def drop_stale(self) -> list[T]:
-        """Drops, and returns, the ready groups whose tokens the next step may not take.
+    def drop_stale(self) -> list[tuple[int, T]]:
+        """Drops the ready groups whose tokens the next step may not take.
 
         `ledger` counts them as dropped_stale.
+
+        Returns:
+          Them, with their indices.
         """
         dropped = []
         for index in self._ready():
             group = self._groups[index]
             if self.version - group.oldest > self.max_staleness:
                 assert group.content is not None, "ready groups have their episodes"
-                dropped.append(group.content)
+                dropped.append((index, group.content))
                 self._drop(index, "stale")
         return dropped
 
-    def drop_ready(self, is_bad: Callable[[T], bool], reason: str) -> list[T]:
-        """Drops, and returns, the finished groups that are bad and in no step.
+    def drop_ready(
+        self, is_bad: Callable[[T], bool], reason: str
+    ) -> list[tuple[int, T]]:
+        """Drops the finished groups that are bad and in no step.
 
         A step waits for others, however many they are.
 
         Args:
           is_bad: tells of a group's content.
           reason: which `ledger` counts.
+
+        Returns:
+          Them, with their indices.
         """
         dropped = []
         for index in self._ready():
             content = self._groups[index].content
             assert content is not None, "ready groups have their episodes"
             if is_bad(content):
-                dropped.append(content)
+                dropped.append((index, content))
                 del self._groups[index]
                 self._counts[f"dropped_{reason}"] += 1
         return dropped

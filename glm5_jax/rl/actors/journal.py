@@ -56,7 +56,7 @@ class Known:
         """
         if turn := line.get("turn"):
             completion = trajectories.completion_from_json(turn["completion"])
-            if max(completion.versions) > newest:
+            if any(version > newest for version in completion.versions):
                 return False
             key = turn["id"], turn["prompt"]
             self.turns.setdefault(key, []).append(completion)
@@ -87,6 +87,8 @@ class Journal:
         self._pending: collections.deque[futures.Future[None]] = collections.deque()
         self._groups: dict[int, Known] = {}  # by index
         self._group_of: dict[int, Known] = {}  # by an episode's first request
+        self.num_repeated = 0  # turns
+        self._is_closed = False
 
     def read(self, version: int) -> list[Known]:
         """Returns the groups of before a kill in order; call it before all else.
@@ -145,7 +147,10 @@ class Journal:
         if (known := self._of(request)) is None or not known.turns:
             return None
         turns = known.turns.get((request.session or 0, _digest(request.prompt)))
-        return turns.pop(0) if turns else None
+        if not turns:
+            return None
+        self.num_repeated += 1
+        return turns.pop(0)
 
     def forget(self, index: int) -> None:
         """Deletes the file of a group."""
@@ -156,7 +161,8 @@ class Journal:
         self._submit(index, lambda path: path.unlink(missing_ok=True))
 
     def close(self) -> None:
-        """Waits until all is written."""
+        """Waits until all is written; later calls write nothing."""
+        self._is_closed = True
         self._thread.shutdown()
 
     def _of(self, request: requests.Request) -> Known | None:
@@ -169,7 +175,7 @@ class Journal:
         """Lets the thread write into a group's file."""
         while self._pending and self._pending[0].done():
             self._pending.popleft().result()
-        if self._folder is not None:
+        if self._folder is not None and not self._is_closed:
             path = _path(self._folder, index)
             self._pending.append(self._thread.submit(write, path))
 

@@ -14,10 +14,9 @@ from typing import NamedTuple
 
 from absl import logging
 
-from glm5_jax.inference import requests
 from glm5_jax.rl import advantages, completer
 from glm5_jax.rl import episodes as episodes_lib
-from glm5_jax.rl.actors import beside, failing, monitor, starving
+from glm5_jax.rl.actors import beside, failing, monitor, starving, watched
 from glm5_jax.rl.actors import groups as groups_lib
 from glm5_jax.rl.actors import journal as journal_lib
 from glm5_jax.rl.actors import places as places_lib
@@ -70,7 +69,7 @@ class Orchestrator:
           watch: what is done about environments that pay for junk; None: the default.
         """
         self.window = window_lib.Window(context.settings.num_concurrent)
-        self._engine = _Watched(context.engine, self.window)
+        self._engine = watched.Watched(context.engine, self.window)
         self._journal = journal or journal_lib.Journal(None)
         remembering = journal_lib.Remembering(self._engine, self._journal)
         self._context = dataclasses.replace(context, engine=remembering)
@@ -91,7 +90,11 @@ class Orchestrator:
         self._turn = asyncio.Event()  # set, and replaced, at every change
         self._error: BaseException | None = None  # after which groups do not come
         self._played = Played([], [], collections.Counter())  # since the last `take`
-        self._taken: collections.deque[list[int]] = collections.deque()  # by steps
+        # Groups whose files are not needed once the step's own is written.
+        self._over: collections.deque[list[int]] = collections.deque()  # by step
+        self._dropped: list[int] = []  # of the next step
+        # Groups of before a kill that wait for room to go on, by index.
+        self._resumed: dict[int, journal_lib.Known] = {}
 
     async def run(self) -> None:
         """Plays groups until it is cancelled.
@@ -105,8 +108,7 @@ class Orchestrator:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.evaluation.run())
-                for begun in await self._resumed():
-                    tasks.create_task(self._play(*begun))
+                await self._resume()
                 tasks.create_task(self._monitor.run())
                 while True:
                     while (jobs := await self._next()) is not None:
@@ -133,17 +135,18 @@ class Orchestrator:
         while (batch := self._ready()) is None:
             if self._error is not None:
                 raise self._error
-            before = self._engine.ended
+            before = self._num_turns()
             try:
                 await asyncio.wait_for(self._turn.wait(), stall_seconds)
             except TimeoutError:
-                if self._engine.ended is before:
+                if self._num_turns() == before:
                     raise StalledError(self._stalled(stall_seconds)) from None
         self._waited += time.monotonic() - began
         self._starving.took(group[0].task.tag for _, group in batch)
-        self._taken.append([index for index, _ in batch])
-        if len(self._taken) > 2:  # the step's own file is written: Rollouts.keep
-            for index in self._taken.popleft():
+        self._over.append([*self._dropped, *(index for index, _ in batch)])
+        self._dropped = []
+        if len(self._over) > 2:  # the step's own file is written: Rollouts.keep
+            for index in self._over.popleft():
                 self._journal.forget(index)
         return batch
 
@@ -156,8 +159,9 @@ class Orchestrator:
         """Lets groups begin with a version, which the engines have."""
         while self.groups.version < version:
             self.groups.publish()
-        for index, _ in self.places.waiting:  # nothing of them was played
-            self.groups.renew(index)
+        for index, _ in self.places.waiting:
+            if index not in self._resumed:  # nothing of it was played
+                self.groups.renew(index)
         self._tell()
 
     def played(self) -> Played:
@@ -182,27 +186,24 @@ class Orchestrator:
             **self._monitor.figures(),
         }
 
-    async def _resumed(self) -> list[tuple[int, Jobs]]:
-        """Returns the groups that were under way at a kill, and go on."""
-        resumed = []
+    async def _resume(self) -> None:
+        """Lets the groups that were under way at a kill wait for room to go on."""
         for known in await asyncio.to_thread(self._journal.read, self.groups.version):
             if not self.groups.resume(known.index, known.version):
                 self._journal.forget(known.index)
                 continue
             jobs = await asyncio.to_thread(self._jobs, known.index)
             self._starving.began(jobs[0].task.tag)
-            self._journal.begin(known, jobs)
-            self.places.take(jobs)
-            resumed.append((known.index, jobs))
-        return resumed
+            self._resumed[known.index] = known
+            self.places.add(known.index, jobs)
 
     async def _next(self) -> tuple[int, Jobs] | None:
         """Begins a group if one may begin; returns its index and its episodes."""
         while not self._num_retrying and self.places.num_under_way < self.window.limit:
             self._skip_paused()
             if (group := self.places.begin()) is not None:
-                known = journal_lib.Known(group[0], self.groups.version)
-                self._journal.begin(known, group[1])
+                new = journal_lib.Known(group[0], self.groups.version)
+                self._journal.begin(self._resumed.pop(group[0], new), group[1])
                 return group
             if (index := self.groups.begin()) is None:
                 break
@@ -214,7 +215,7 @@ class Orchestrator:
     def _skip_paused(self) -> None:
         """Ends the groups that have not begun and whose tag is paused."""
         for index, tag in self.places.waiting:
-            if self._failing.is_paused(tag):
+            if self._failing.is_paused(tag) and index not in self._resumed:
                 self.places.remove(index)
                 self.groups.skip(index)
                 self._starving.lost(tag, "paused")
@@ -251,6 +252,10 @@ class Orchestrator:
             self.window.ended(job.request_id, self._context.settings.max_turns)
             self._tell()
 
+    def _num_turns(self) -> int:
+        """Returns the turns that ended, with those of before a kill that came again."""
+        return self._engine.num_ended + self._journal.num_repeated
+
     def _ready(self) -> list[tuple[int, Group]] | None:
         """Returns the groups of the next step, if they are ready."""
         distrusted = self.groups.drop_ready(self._is_quarantined, "quarantined")
@@ -263,12 +268,20 @@ class Orchestrator:
                 self.groups.max_staleness,
             )
         for why, dropped in (("quarantined", distrusted), ("stale", stale)):
-            for group in dropped:
+            for index, group in dropped:
+                self._lost(index, group, why)
                 self._played.unused.extend({id(e): e for e in group}.values())
                 self._played.counts[f"dropped_{why}_groups"] += 1
-                self._starving.lost(group[0].task.tag, why)
                 self._tell()  # another may begin
         return self.groups.take()
+
+    def _lost(self, index: int, group: Group, why: str) -> None:
+        """Notes a group that no step learns from."""
+        if why in ("invalid", "quarantined"):  # another start may find it repaired
+            self._journal.forget(index)
+        else:
+            self._dropped.append(index)
+        self._starving.lost(group[0].task.tag, why)
 
     def _is_quarantined(self, group: Group) -> bool:
         return self._monitor.is_quarantined(group[0].task.tag)
@@ -294,8 +307,7 @@ class Orchestrator:
         else:
             why = "invalid" if is_invalid else "equal"
             self.groups.drop(index, why)
-            self._journal.forget(index)
-            self._starving.lost(group[0].task.tag, why)
+            self._lost(index, group, why)
         failed = [e for e in group if not e.label.is_scored] if is_invalid else []
         reason = f"{failed[0].label.value}: {failed[0].reason}" if failed else ""
         self._failing.note(group[0].task.tag, reason)
@@ -339,55 +351,6 @@ class Orchestrator:
             f"the oldest for {self._engine.longest_wait():.0f} s; groups: {ledger}, of "
             f"which {len(self.places.waiting)} wait for a place of rl.concurrency."
         )
-
-
-class _Watched:
-    """A completer that notes its requests."""
-
-    def __init__(self, engine: completer.Completer, window: window_lib.Window) -> None:
-        self._engine, self._window = engine, window
-        self.ended: requests.Request | None = None  # the last one that has
-        self._waiting: dict[int, float] = {}  # since when, by id of the request
-        self._measured = self._changed = time.monotonic()  # last measured, last changed
-        self._idle_seconds = 0.0  # since it was measured
-
-    @property
-    def capacity(self) -> int:
-        return self._engine.capacity
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    def longest_wait(self) -> float:
-        """Returns the seconds for which a request has waited at most."""
-        return time.monotonic() - min(self._waiting.values(), default=time.monotonic())
-
-    async def complete(self, request: requests.Request) -> requests.Completion:
-        self._count_idle()
-        self._waiting[request.id] = time.monotonic()
-        try:
-            completion = await self._engine.complete(request)
-        finally:
-            self._count_idle()
-            del self._waiting[request.id]
-            self.ended = request
-        self._window.drew(request, completion)
-        return completion
-
-    def idle(self) -> tuple[float, float]:
-        """Returns the seconds without a request, and all, since the last call."""
-        self._count_idle()
-        seconds, idle = self._changed - self._measured, self._idle_seconds
-        self._measured, self._idle_seconds = self._changed, 0.0
-        return idle, seconds
-
-    def _count_idle(self) -> None:
-        """Counts the time since the last change, if nobody waited; call it before."""
-        now = time.monotonic()
-        if not self._waiting:
-            self._idle_seconds += now - self._changed
-        self._changed = now
 
 
 async def _cancelled(tasks: Sequence[asyncio.Task]) -> None:

@@ -59,14 +59,10 @@ class Places:
             if most and self._of_parts[part] + len(jobs) > most:
                 continue
             del self._waiting[index]
-            self.take(jobs)
+            self._of_parts[part] += len(jobs)
+            self._of_tags[_tag_of(jobs[0])] += len(jobs)
             return index, jobs
         return None
-
-    def take(self, jobs: Jobs) -> None:
-        """Notes the episodes of a group that begins, or goes on after a kill."""
-        self._of_parts[at_once.part_of(self._most, jobs[0].task)] += len(jobs)
-        self._of_tags[_tag_of(jobs[0])] += len(jobs)
 
     def ended(self, job: episodes_lib.Job) -> None:
         """Frees the place of an episode."""
