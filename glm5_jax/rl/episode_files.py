@@ -93,12 +93,9 @@ class Writer:
             self._thread.shutdown()
 
     def _write(self, step: Step) -> None:
-        text = json.dumps(_to_json(step), default=repr)
-        packed = gzip.compress(text.encode(), _LEVEL, mtime=0)
         for later in (n for n in numbers(self._workdir) if n > step.step):
             path_of(self._workdir, later).unlink()
-        path = path_of(self._workdir, step.step)
-        files.write_atomically(path, lambda new: new.write_bytes(packed))
+        _write(self._workdir, step)
         sizes = {
             n: path_of(self._workdir, n).stat().st_size for n in numbers(self._workdir)
         }
@@ -146,6 +143,20 @@ def read_whole(workdir: pathlib.Path, steps: Sequence[int]) -> list[Step]:
         except config_lib.DamagedError as error:
             logging.error("%s", error)
     return found
+
+
+def forget_memory(workdir: pathlib.Path, step: int) -> None:
+    """Keeps a step for readers, but not to be learnt again after a kill."""
+    for kept in read_whole(workdir, [step] if step in numbers(workdir) else []):
+        if kept.memory is not None:
+            _write(workdir, dataclasses.replace(kept, memory=None))
+
+
+def _write(workdir: pathlib.Path, step: Step) -> None:
+    text = json.dumps(_to_json(step), default=repr)
+    packed = gzip.compress(text.encode(), _LEVEL, mtime=0)
+    path = path_of(workdir, step.step)
+    files.write_atomically(path, lambda new: new.write_bytes(packed))
 
 
 def _to_json(step: Step) -> dict[str, Any]:

@@ -505,6 +505,7 @@ class GapTest(parameterized.TestCase):
     @parameterized.parameters(float("nan"), float("inf"), 0.051)
     def test_a_gap_that_is_no_small_number_ends_a_run(self, gap):
         feed = object.__new__(rl_lib.Rollouts)
+        feed._source, feed._files, feed._workdir = mock.Mock(), None, None
         feed._config = config_lib.TrainConfig(
             stage="rl",
             rl=config_lib.RLConfig(max_logprob_gap=0.05, max_new_tokens=8),

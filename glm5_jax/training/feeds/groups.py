@@ -56,6 +56,10 @@ class Source(Protocol):
         """Continues from what `memory` returned."""
         ...
 
+    def disown(self) -> None:
+        """Lets no episode go on in a later process: these engines drew wrong tokens."""
+        ...
+
     def close(self) -> None:
         """Ends what runs in the background."""
         ...

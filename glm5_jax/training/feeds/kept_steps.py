@@ -6,6 +6,8 @@ under way then: it goes on (rl/actors/journal.py).
 """
 
 import pathlib
+from collections.abc import Mapping
+from typing import Any
 
 from absl import logging
 
@@ -25,6 +27,7 @@ class KeptSteps:
           num_steps: of the run's schedule; a step of another one gives other weights.
         """
         self._workdir, self._step, self._num_steps = workdir, step, num_steps
+        self._first = step
 
     def take(self, position: int) -> episode_files.Step | None:
         """Returns what the step after the last one learnt from.
@@ -53,6 +56,26 @@ class KeptSteps:
         else:
             logging.info("Step %d learns again from its episodes.", self._step)
             return kept
+        return None
+
+    def end(self) -> None:
+        """Learns nothing more again: a rollback has undone what was learnt."""
+        self._step = 0
+
+    def after_skipped(self, position: int) -> Mapping[str, Any] | None:
+        """Returns the memory of who plays after batches that a rollback skipped.
+
+        Args:
+          position: of the first batch that was not skipped.
+
+        Returns:
+          None if the batch before it is of the checkpoint, or its file is gone.
+        """
+        steps = episode_files.numbers(self._workdir)
+        for step in sorted((n for n in steps if n > self._first), reverse=True):
+            for kept in episode_files.read_whole(self._workdir, [step]):
+                if kept.position < position:
+                    return kept.memory if kept.position == position - 1 else None
         return None
 
     def _read(self, position: int) -> episode_files.Step | None:

@@ -97,10 +97,10 @@ class Rollouts:
             "rollout/filled_share": float(np.mean(batch["segment_ids"] > 0)),
             "rollout/used_groups": 0 if self._idle_steps else num_teaching,
             "perf/rollout_seconds": round(seconds, 3),
-            "perf/sampled_tokens_per_second": round(
-                seen["rollout/sampled_tokens"] / seconds, 1
-            ),
         }
+        if not played.is_kept:
+            speed = seen["rollout/sampled_tokens"] / seconds
+            metrics["perf/sampled_tokens_per_second"] = round(speed, 1)
         return batch, metrics
 
     def keep(self, step: int, advantages: jax.Array | None) -> None:
@@ -138,6 +138,7 @@ class Rollouts:
         """
         gap, limit = float(metrics[policy.GAP]), self._config.rl.max_logprob_gap
         if not gap <= limit:
+            self._disown(step)
             raise GapError(
                 f"{policy.GAP} of step {step} is {gap:.3g}, more than "
                 f"rl.max_logprob_gap={limit:g}: the engine that played the rollouts "
@@ -183,6 +184,14 @@ class Rollouts:
     def sample(self, params: dict) -> str:
         """Returns the transcripts of a few episodes."""
         return "\n".join(_shown(episode) for episode in self._source.shown)
+
+    def _disown(self, step: int) -> None:
+        """Lets a later start play anew what was played for a step and under way."""
+        self._source.disown()
+        if self._files is not None:
+            self._files.wait()
+        if self._workdir is not None and together.is_first():
+            episode_files.forget_memory(self._workdir, step)
 
     def _require_start(self, params: dict) -> dict[str, float]:
         """Measures held-out success before the first step; returns what to log.

@@ -82,6 +82,9 @@ class Rounds:
     def resume(self, memory: Mapping[str, Any]) -> None:
         """Does nothing."""
 
+    def disown(self) -> None:
+        """Does nothing: no episode goes on after this process."""
+
     def close(self) -> None:
         """Does nothing: no episode runs between steps."""
 

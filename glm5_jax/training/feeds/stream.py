@@ -54,7 +54,7 @@ class Stream:
         if config.rl.weights_store and jax.distributed.is_initialized():
             folder = pathlib.Path(config.rl.weights_store)
             self._actors = shared_actors.SharedActors(self._actors, folder)
-        self._is_playing = False
+        self._is_playing = self._is_disowned = False
         self._folder: pathlib.Path | None = None  # of what is under way
         self._kept: kept_steps.KeptSteps | None = None
         self._saved: Mapping[str, Any] = {}
@@ -84,7 +84,8 @@ class Stream:
         if not self._is_playing:
             first = position * self._config.rl.prompts_per_step
             begun = {"next": first, "again": [], "counts": {}}
-            state = {**begun, **self._saved, "version": position}
+            skipped = self._kept.after_skipped(position) if self._kept else None
+            state = {**begun, **(skipped or self._saved), "version": position}
             self._actors.start(state, self._folder)
             self._is_playing = True
         taken = self._actors.take(position)
@@ -127,13 +128,22 @@ class Stream:
     def resume(self, memory: Mapping[str, Any]) -> None:
         """Continues from what `memory` returned.
 
-        After a rollback of a running process nothing changes: its groups are newer.
+        After a rollback of a running process no group changes: they are newer.
         """
-        self._saved = memory
+        if self._kept is None:
+            self._saved = memory
+        else:
+            self._kept.end()
+
+    def disown(self) -> None:
+        """Lets nothing go on after this process, as its engines drew wrong tokens."""
+        self._is_disowned = True
 
     def close(self) -> None:
         """Cancels all episodes and ends the engines."""
         self._actors.close()
+        if self._is_disowned and self._folder is not None and together.is_first():
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _played_before(self, kept: episode_files.Step) -> groups_lib.Played:
         """Returns what a step took before a kill; actors go on after it."""
