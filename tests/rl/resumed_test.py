@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import dataclasses
+import itertools
 
 from glm5_jax.environments import protocol
 from glm5_jax.inference import requests
@@ -168,6 +169,36 @@ class ResumedTest(runs.FolderTest):
             made = make(engine, groups, self.folder, **bound)
             virtual_time.run(play(made, asyncio.sleep(SLOW / 2)))
             self.assertEqual(_Slow.most_under_way, 2)
+
+    def test_an_environment_that_is_repaired_gets_its_episodes_again(self):
+        """The second episode of each group failed, and the first hung."""
+        engine, taskset, num = Counting(), Slow(), 64
+        saved, made_by = groups_lib.Groups(num, 0).state(0), taskset.environment
+        numbers = itertools.count()
+
+        def broken():
+            made, number = made_by(), next(numbers)
+
+            async def step(message):
+                if number % GROUP_SIZE:
+                    raise RuntimeError("the service is down")
+                await asyncio.sleep(9 * STALL)
+
+            made.step = step
+            return made
+
+        def orchestrator():
+            groups, many = groups_lib.Groups(num, 0, saved), GROUP_SIZE * num
+            return make(
+                engine, groups, self.folder, taskset=taskset, num_concurrent=many
+            )
+
+        taskset.environment = broken
+        virtual_time.run(play(orchestrator(), asyncio.sleep(SLOW)))
+        taskset.environment = made_by
+        made = orchestrator()
+        taken, _ = virtual_time.run(play(made, made.take(9 * STALL)))
+        self.assertLen(taken, num)
 
     def test_a_turn_without_a_token_is_no_damage(self):
         journal = journal_lib.Journal(self.folder)

@@ -3,7 +3,7 @@
     RUN/episodes/under_way/INDEX.jsonl
 
 A group's file gets a line when the group begins, for each turn that is sampled and for
-each episode that ends. A run that starts again takes the episodes that had ended as
+each episode that ends with a reward. A run that starts again takes these episodes as
 they are. It plays the others again: the environment hears the same answers as before,
 which `Remembering` gives for the same prompts, and new ones are sampled from the turn
 on that was under way. An environment that says something else than before makes another
@@ -129,7 +129,7 @@ class Journal:
         self._submit(known.index, write)
 
     def end(self, job: episodes_lib.Job, episode: episodes_lib.Episode) -> None:
-        """Notes that an episode has ended."""
+        """Notes that an episode has ended, which will not be played again."""
         known = self._group_of[job.request_id]
 
         def write(path: pathlib.Path) -> None:

@@ -245,7 +245,8 @@ class Orchestrator:
             episode = self._journal.ended(job)
             if episode is None:
                 episode = await episodes_lib.run(self._context, job)
-                self._journal.end(job, episode)
+                if episode.label.is_scored:  # else the environment may be repaired
+                    self._journal.end(job, episode)
             return episode
         finally:
             self.places.ended(job)
