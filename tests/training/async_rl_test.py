@@ -147,6 +147,8 @@ class AsyncTest(runs.OneDeviceTest):
         self.assertEqual([r["step"] for r in records], [1, 2, 3, 4, 5, 6])
         self.assertLessEqual(max(r["rollout/staleness_max"] for r in records), 2)
         self.assertLess(max(r["rl/logprob_gap"] for r in records), 1e-5)
+        has_speed = ["perf/sampled_tokens_per_second" in r for r in records]
+        self.assertEqual(has_speed, [True, True, False, False, True, True])
         ledger = {k: v for k, v in records[-1].items() if k.startswith("groups/")}
         self.assertEqual(ledger.pop("groups/begun"), sum(ledger.values()))
         self.assertNotIn("groups/dropped_stale", ledger)

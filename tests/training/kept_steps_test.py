@@ -7,6 +7,7 @@ from absl.testing import parameterized
 
 from glm5_jax.rl import episode_files
 from glm5_jax.training.feeds import kept_steps
+from glm5_jax.training.feeds import stream as stream_lib
 from tests import environment, runs
 from tests.rl import episode_files_test
 
@@ -62,6 +63,32 @@ class KeptStepsTest(runs.FolderTest, parameterized.TestCase):
             self.assertEqual(self.take(folder), [])
         path.unlink()
         self.assertEqual(self.take(folder), [])  # also what comes after it
+
+    def test_who_plays_after_skipped_batches_is_told_by_the_last_of_them(self):
+        folder = self.write(memory={"next": 9})
+
+        def after(position, step=2):
+            kept = kept_steps.KeptSteps(folder, step, NUM_STEPS)
+            return kept.after_skipped(position)
+
+        self.assertEqual(after(4), {"next": 9})
+        self.assertEqual(after(3), {"next": 8})  # batch 3 is none of the skipped ones
+        self.assertIsNone(after(2))
+        self.assertIsNone(after(6))  # batch 5 has no file
+        self.assertIsNone(after(4, step=4))  # the checkpoint tells
+
+    def test_nothing_more_is_learnt_again_after_a_rollback(self):
+        kept = kept_steps.KeptSteps(self.write(), 2, NUM_STEPS)
+        self.assertEqual(kept.take(2).step, 3)
+        kept.end()
+        self.assertIsNone(kept.take(3))
+
+    def test_an_episode_that_stands_twice_in_a_group_is_measured_once(self):
+        stream = object.__new__(stream_lib.Stream)
+        step = episode_files_test.make_step(3)
+        played = stream._played_before(step)
+        self.assertLen(played.groups[0], 3)
+        self.assertLen(played.episodes, 4)  # with the unused one
 
     def test_hosts_that_do_not_share_the_folder_are_told(self):
         kept = kept_steps.KeptSteps(self.root / "empty", 2, NUM_STEPS)

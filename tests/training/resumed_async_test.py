@@ -117,15 +117,6 @@ class ResumedTest(runs.OneDeviceTest):
         self.assertEqual([r["step"] for r in records], [1, 2, 3, 4, 5, 6])
         self.assertLess(max(r["rl/logprob_gap"] for r in records), 1e-5)
 
-    def test_a_step_that_learns_again_tells_no_speed_of_sampling(self):
-        folder, _ = self.killed()
-        self.train(folder)
-        told = [
-            "perf/sampled_tokens_per_second" in record
-            for record in metrics.read(folder / "metrics.jsonl")
-        ]
-        self.assertEqual(told, [True, True, False, False, True, True])
-
 
 if __name__ == "__main__":
     environment.main()

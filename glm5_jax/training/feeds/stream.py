@@ -149,7 +149,8 @@ class Stream:
         """Returns what a step took before a kill; actors go on after it."""
         self._saved = kept.memory or {}
         groups = [[*group] for group in kept.groups]
-        episodes = [*(episode for group in groups for episode in group), *kept.unused]
+        every = [*(episode for group in groups for episode in group), *kept.unused]
+        episodes = [*{id(episode): episode for episode in every}.values()]
         self.shown = episodes[: player_lib.NUM_SHOWN]
         return groups_lib.Played(
             groups, episodes, kept.unused, kept.metrics, is_kept=True
