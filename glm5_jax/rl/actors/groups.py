@@ -113,7 +113,7 @@ class Groups(Generic[T]):
           version: of the weights with which it began.
 
         Returns:
-          False if it has no place: it is done, or was dropped.
+          False if nothing is left to do: it is done, or was dropped.
         """
         if index in self._again:
             self._again.remove(index)

@@ -36,7 +36,7 @@ class KeptSteps:
           position: of its batch.
 
         Returns:
-          None if nothing is kept that gives the same weights again, and from then on.
+          None if no file gives the same weights again; later calls return None, too.
 
         Raises:
           OSError: the folder is not the same one for all processes.
@@ -71,8 +71,8 @@ class KeptSteps:
         Returns:
           None if the batch before it is of the checkpoint, or its file is gone.
         """
-        steps = episode_files.numbers(self._workdir)
-        for step in sorted((n for n in steps if n > self._first), reverse=True):
+        later = (n for n in episode_files.numbers(self._workdir) if n > self._first)
+        for step in sorted(later, reverse=True) if self._first else ():
             for kept in episode_files.read_whole(self._workdir, [step]):
                 if kept.position < position:
                     return kept.memory if kept.position == position - 1 else None
