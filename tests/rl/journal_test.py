@@ -94,8 +94,12 @@ class JournalTest(runs.FolderTest):
 
     def test_an_ended_episode_comes_back_whole(self):
         episode = trajectories_test.episode()
-        self.write(lambda journal: journal.end(make_job(), episode))
-        _, journal = self.again(max(episode.samples[0].versions))
+        self.write(
+            lambda journal: journal.turn(make_request(), make_completion()),
+            lambda journal: journal.end(make_job(), episode),
+        )
+        known, journal = self.again(max(episode.samples[0].versions))
+        self.assertEqual(known.turns, {})  # memory has no need of them
         found = journal.ended(make_job())
         self.assertEqual(*map(trajectories.to_json, (found, episode)))
         self.assertIsNone(journal.ended(make_job(24)))

@@ -64,7 +64,9 @@ class Known:
         episode = trajectories.from_json(line["end"]["episode"])
         if any(v > newest for sample in episode.samples for v in sample.versions):
             return False
-        self.ended[line["end"]["id"]] = episode
+        id = line["end"]["id"]
+        self.ended[id] = episode
+        self.turns = {key: t for key, t in self.turns.items() if key[0] != id}
         return True
 
 
