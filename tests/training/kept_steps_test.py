@@ -5,6 +5,7 @@ from unittest import mock
 
 from absl.testing import parameterized
 
+from glm5_jax import config as config_lib
 from glm5_jax.rl import episode_files
 from glm5_jax.training.feeds import kept_steps
 from glm5_jax.training.feeds import stream as stream_lib
@@ -89,6 +90,22 @@ class KeptStepsTest(runs.FolderTest, parameterized.TestCase):
         played = stream._played_before(step)
         self.assertLen(played.groups[0], 3)
         self.assertLen(played.episodes, 4)  # with the unused one
+
+    @parameterized.parameters((0, 1.0), (3, 0.0))
+    def test_files_that_this_start_will_not_keep_up_to_date_are_deleted(
+        self, step, gib
+    ):
+        """They would be taken for those of the groups at a later start."""
+        folder = self.root / self.id() / "episodes" / "under_way"
+        for done, limit, is_left in ((3, 1.0, True), (step, gib, False)):
+            folder.mkdir(parents=True, exist_ok=True)
+            stream = object.__new__(stream_lib.Stream)
+            stream._config = config_lib.TrainConfig(
+                stage="async_rl",
+                rl=config_lib.RLConfig(episodes_gib=limit, max_new_tokens=8),
+            )
+            stream.begin(folder.parent.parent, done)
+            self.assertEqual(folder.exists(), is_left)
 
     def test_hosts_that_do_not_share_the_folder_are_told(self):
         kept = kept_steps.KeptSteps(self.root / "empty", 2, NUM_STEPS)

@@ -65,9 +65,11 @@ class Stream:
         num_steps = self._config.num_steps
         self._kept = kept_steps.KeptSteps(workdir, step, num_steps)
         folder = workdir / episode_files.FOLDER / journal.FOLDER
-        if step == 0 and together.is_first():  # what is there had another start
-            shutil.rmtree(folder, ignore_errors=True)
         self._folder = folder if self._config.rl.episodes_gib else None
+        # What is there had another start, or will be older than the run.
+        is_useless = step == 0 or self._folder is None
+        if is_useless and together.is_first():
+            shutil.rmtree(folder, ignore_errors=True)
 
     def play(self, params: dict, position: int) -> groups_lib.Played:
         """Publishes the weights and waits for the oldest groups.
