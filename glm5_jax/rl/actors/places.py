@@ -3,6 +3,7 @@
 A group begins as a whole, so it waits for as many places as it has episodes. Groups of
 other parts begin past it, those of its own part after it. As a bound has room for a
 group, one that waits has episodes of its part before it, and begins after they end.
+Groups that go on after a kill wait in the same way.
 """
 
 import collections
