@@ -26,7 +26,7 @@ class OwnEngineTest(absltest.TestCase):
                 config,
                 monitor_test.Shop(monitor_test.square),
                 templates_test.template(),
-            ).start({})
+            ).start({}, None)
         _, game, _ = made.call_args.args
         self.assertEqual(
             dataclasses.asdict(game.watch), {"quarantine": "off", "canary_every": 3}
