@@ -27,7 +27,7 @@ class OwnEngineTest(absltest.TestCase):
                 monitor_test.Shop(monitor_test.square),
                 templates_test.template(),
             ).start({}, None)
-        _, game, _ = made.call_args.args
+        _, game, *_ = made.call_args.args
         self.assertEqual(
             dataclasses.asdict(game.watch), {"quarantine": "off", "canary_every": 3}
         )
