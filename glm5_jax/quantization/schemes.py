@@ -117,7 +117,7 @@ def quantized(params: Any, dims: Any, scheme: Scheme) -> Any:
     """
 
     def one(x: jax.Array, layout: leaf.Layout | None) -> Any:
-        return x if layout is None else leaf.quantize(x, layout)
+        return x if layout is None else leaf.compiled_quantize(x, layout)
 
     return _with_layouts(one, params, dims, scheme)
 

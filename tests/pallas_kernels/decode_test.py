@@ -1,5 +1,7 @@
 """Decoding from pages: the last rows of whole sequences, whatever the pages' order."""
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
@@ -12,6 +14,7 @@ from pallas_kernels import (
     sparse_mla,
 )
 from tests import environment
+from tests.pallas_kernels import program
 
 CASE = cases.Case(
     "decode",
@@ -42,23 +45,25 @@ def paged(x, seed=0):
 class DecodeTest(parameterized.TestCase):
     def test_selection_is_that_of_the_last_queries(self):
         q, k, w, lo, hi = cases.make(CASE, "q_index", "k_index", "w", "lo", "hi")
-        want = indexer_topk(q, k, w, lo, hi, topk=CASE.topk)
-        got = decode_indexer_topk(q, k, w, lo, hi, topk=CASE.topk)
+        call = functools.partial(program.call, topk=CASE.topk)
+        want = call(indexer_topk, q, k, w, lo, hi)
+        got = call(decode_indexer_topk, q, k, w, lo, hi)
         np.testing.assert_array_equal(got, want)
         pages, table = paged(k)
-        got = decode_indexer_topk(q, pages, w, lo, hi, table, topk=CASE.topk)
+        got = call(decode_indexer_topk, q, pages, w, lo, hi, table)
         np.testing.assert_array_equal(got, want)
 
     def test_attention_is_that_of_the_last_queries(self):
         q, kv, indices = cases.make(CASE, "q_latent", "kv", "indices")
         indices = indices.at[0, 1, 5:].set(-1).at[1, 2].set(-1)  # few keys, and none
         options = {"scale": CASE.scale, "value_dim": CASE.latent}
-        want = sparse_mla(q, kv, indices, **options)
+        call = functools.partial(program.call, **options)
+        want = call(sparse_mla, q, kv, indices)
         pages, table = paged(kv)
         # The same with an entry behind the list that names no key.
         beyond = indices.at[0, 1, 5].set(CASE.keys + 7)
         for cache in ((kv, indices), (pages, beyond, table)):
-            got = decode_sparse_mla(q, *cache, **options)
+            got = call(decode_sparse_mla, q, *cache)
             for g, w in zip(got, want, strict=True):
                 np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-6)
 

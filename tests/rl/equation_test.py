@@ -91,7 +91,7 @@ class EquationTest(absltest.TestCase):
             columns = [padded([getattr(s, k) for s in samples], width) for k in KEYS]
             advantage = jnp.array([w.advantage for w in weighted])[:, None] * mask
             weights = jnp.array([w.weight for w in weighted])[:, None] * mask
-            found = icepop(*columns, advantage, mask > 0)
+            found = jax.jit(icepop)(*columns, advantage, mask > 0)
             loss = jnp.sum(weights * found.loss)
             np.testing.assert_allclose(loss, equation_1(groups), atol=FLOAT32)
             self.assertGreater(found.metrics.num_masked, 0)
@@ -108,9 +108,8 @@ class EstimatorTest(absltest.TestCase):
         noise = jnp.asarray(0.4 * rng.standard_normal(8), jnp.float32)
         self.rollout = jax.nn.log_softmax(self.logits + noise)
         self.rewards = jnp.asarray(rng.standard_normal(8), jnp.float32)
-        self.exact = jax.grad(lambda x: -jnp.vdot(jax.nn.softmax(x), self.rewards))(
-            self.logits
-        )
+        reward = lambda x: -jnp.vdot(jax.nn.softmax(x), self.rewards)
+        self.exact = jax.jit(jax.grad(reward))(self.logits)
 
     def expected_gradient(self, name, **settings):
         """sum_y pi_infer(y) d/dlogits loss(y): the probabilities are the weights."""
@@ -124,7 +123,7 @@ class EstimatorTest(absltest.TestCase):
             found = objective(logprobs, None, self.rollout, self.rewards, mask)
             return jnp.vdot(jnp.exp(self.rollout), found.loss)
 
-        return jax.grad(loss)(self.logits)
+        return jax.jit(jax.grad(loss))(self.logits)
 
     def test_weights_undo_the_mismatch(self):
         for name in ("icepop", "tis", "dis"):

@@ -24,14 +24,15 @@ def aware(config, scheme):
 
 
 def converted(params, scheme, dtype):
-    """The matrices of a conversion: codes and scales, made outside of any program."""
+    """The matrices of a conversion: codes and scales, made outside of the step."""
     dims = transformer.param_dims(MODEL)
     made = schemes.quantized(params, dims, schemes.SCHEMES[scheme])
+    dequantized = jax.jit(leaf.dequantized, static_argnums=1)
 
     def restored(x, before):
         if not leaf.is_quantized(x):
             return before
-        return leaf.dequantized(x, dtype)
+        return dequantized(x, dtype)
 
     return jax.tree.map(restored, made, params, is_leaf=leaf.is_quantized)
 

@@ -186,7 +186,10 @@ class RouterTest(absltest.TestCase):
         *_, visit = walk.visits(SUBJECT.params, config, BATCH)
         shared = attention_lib.first_shared(config, 2, LENGTH, False)
         block, x = visit.block, walk.normed(visit)
-        out = block.attention.forward(visit.params, x, visit.context, shared).x
+        attend = jax.jit(
+            lambda *args: block.attention.forward(*args, visit.context, shared).x
+        )
+        out = attend(visit.params, x)
         params = jax.device_get(visit.params)
         x = np.asarray(visit.x + out)
         h = rms(x, params["post_attention_layernorm"], config.rms_norm_eps)

@@ -14,6 +14,7 @@ from glm5_jax.model.attention import cache_rows, dsa_cached
 from pallas_kernels import chips
 from tests import environment
 from tests.model import tiny
+from tests.pallas_kernels import program
 from tests.pallas_kernels.dispatch_test import meant_for
 
 SLIDING = tiny.model(
@@ -128,7 +129,9 @@ class VisibleTest(parameterized.TestCase):
             self.assertEqual(rows[0].shape, (2, 3, 4, width))
             np.testing.assert_array_equal(rows[1][..., 6:], 0)
             bounds = jnp.asarray(lo), jnp.asarray(hi)
-            got = dsa_cached.attend_to_visible(*rows, *bounds, scale=0.3, value_dim=5)
+            options = {"scale": 0.3, "value_dim": 5}
+            attend = dsa_cached.attend_to_visible
+            got = program.call(attend, *rows, *bounds, **options)
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
     def test_attention_to_copies_of_listed_rows_is_a_loop(self):
@@ -148,13 +151,10 @@ class VisibleTest(parameterized.TestCase):
         )
         reader = cache_lib.Reader(cache, None, {"kv": jnp.asarray(0)}, None)
         form = cache_rows.Rows(5, 1, None, "float32", is_padded=False)
-        got = dsa_cached._attend_to_copies(
-            reader,
-            form,
-            jnp.asarray(q, "float32"),
-            jnp.asarray(lists),
-            {"scale": 0.3, "value_dim": 5},
-        )
+        options = {"scale": 0.3, "value_dim": 5}
+        got = jax.jit(
+            lambda *args: dsa_cached._attend_to_copies(reader, form, *args, options)
+        )(jnp.asarray(q, "float32"), jnp.asarray(lists))
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 

@@ -2,6 +2,7 @@
 
 import pathlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
@@ -57,8 +58,9 @@ class TransformersTest(parameterized.TestCase):
         positions = jnp.arange(x.shape[1])[None]
         context = context_lib.make_context(config, jnp.ones_like(positions), positions)
         own = attention.make(config, depth.layer_kinds(config)[0])
-        out = own.forward({"self_attn": params}, x, context)
-        np.testing.assert_allclose(out.x[0], arrays[output], rtol=0, atol=ATOL)
+        run = jax.jit(lambda params, x: own.forward(params, x, context).x)
+        out = run({"self_attn": params}, x)
+        np.testing.assert_allclose(out[0], arrays[output], rtol=0, atol=ATOL)
 
 
 if __name__ == "__main__":
