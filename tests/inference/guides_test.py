@@ -1,6 +1,6 @@
 """The bounds of rows on their next tokens, against lists of ids."""
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 from absl.testing import parameterized
 
@@ -8,9 +8,10 @@ from glm5_jax.inference import constraints, guides
 from tests import environment
 
 VOCAB, STEPS = 70, 4  # three words, of which the last is not full
-LOGITS = jnp.asarray(np.random.default_rng(0).normal(size=(4, VOCAB)), jnp.float32)
+LOGITS = np.random.default_rng(0).normal(size=(4, VOCAB)).astype(np.float32)
 EVERY = list(range(VOCAB))
 FIRST, LATER = [0, 31, 32, 69], [5, 64]
+_apply, _after = jax.jit(guides.apply), jax.jit(guides.after)
 
 
 def guide(forced=(), allowed=EVERY, pause=None):
@@ -20,7 +21,7 @@ def guide(forced=(), allowed=EVERY, pause=None):
 
 def allowed(made):
     """Returns the ids that each row may draw, checking the logits of these."""
-    found = np.asarray(guides.apply(LOGITS, made))
+    found = np.asarray(_apply(LOGITS, made))
     is_allowed = np.isfinite(found)
     np.testing.assert_array_equal(found[is_allowed], LOGITS[is_allowed])
     np.testing.assert_array_equal(found[~is_allowed], -np.inf)
@@ -28,8 +29,8 @@ def allowed(made):
 
 
 def draw(made, *ids, is_drawn=None):
-    is_drawn = None if is_drawn is None else jnp.array(is_drawn)
-    return guides.after(made, jnp.array(ids), is_drawn)
+    is_drawn = None if is_drawn is None else np.array(is_drawn)
+    return _after(made, np.array(ids), is_drawn)
 
 
 class GuidesTest(parameterized.TestCase):

@@ -114,9 +114,10 @@ class SampleTest(parameterized.TestCase):
         )
         logits = jnp.zeros((4, 1000))
         how = sampling.make_sampling(4)
-        at = lambda position: sampling.sample(
-            logits, keys, jnp.full(4, position, jnp.int32), how
-        )[0]
+        sample = jax.jit(sampling.sample)
+        at = lambda position: sample(logits, keys, np.full(4, position, np.int32), how)[
+            0
+        ]
         self.assertLen(set(np.asarray(at(5)).tolist()), 4)
         np.testing.assert_array_equal(at(5), at(5))
         self.assertFalse(np.array_equal(at(5), at(6)))

@@ -46,7 +46,7 @@ class ScanTest(parameterized.TestCase):
         stacks = {k: jnp.float32(rng.normal(size=p.shape)) for k, p in table.items()}
         if kind:
             layout = leaf.Layout(kind, (leaf.WHOLE, 1))
-            stacks = {k: leaf.quantize(x, layout) for k, x in stacks.items()}
+            stacks = {k: leaf.compiled_quantize(x, layout) for k, x in stacks.items()}
         x = jnp.asarray(rng.normal(size=(M, D)), jnp.bfloat16)
         chosen = jnp.asarray(rng.integers(0, E, (M, 1)))
         norms = jnp.float32(rng.normal(size=(L, 1, D)))

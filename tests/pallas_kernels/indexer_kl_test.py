@@ -39,14 +39,15 @@ def by_hand(layers, index, keys_of, weight, scale):
       weight: of each query.
       scale: of the main attention.
     """
-    q, k, w, weight = (np.asarray(x, np.float64) for x in (*index, weight))
+    layers, index, weight = jax.tree.map(np.float64, (layers, index, weight))
+    q, k, w = index
     loss, dq, dk, dw = 0.0, np.zeros(q.shape), np.zeros(k.shape), np.zeros(w.shape)
     for b, t in np.ndindex(q.shape[:2]):
         keys = keys_of(b, t)
         if not len(keys):
             continue
         rows = [
-            softmax(scale * np.float64(k_main[b, keys, n]) @ np.float64(main[b, t, n]))
+            softmax(scale * k_main[b, keys, n] @ main[b, t, n])
             for main, k_main in layers
             for n in range(main.shape[2])
         ]

@@ -10,6 +10,7 @@ from absl.testing import parameterized
 
 from glm5_jax.quantization import leaf, products
 from tests import environment
+from tests.pallas_kernels import program
 
 WHOLE = leaf.WHOLE
 FLOAT32 = 1e-5  # relative to the largest: sums of some tens of products
@@ -19,6 +20,13 @@ LAYOUTS = (
     ("int4", leaf.Layout("int4", (4, 1))),
 )
 IN, OUT, ROWS = 16, 12, 5
+quantize = leaf.compiled_quantize
+dequantized = jax.jit(leaf.dequantized, static_argnums=1)
+
+
+def dot(x, weights):
+    """Returns their product by a program that is traced now: PART may have changed."""
+    return program.call(products.dot, x, weights)
 
 
 def draw(*shape, seed=0):
@@ -42,29 +50,29 @@ def same(got, wanted):
 class ProductsTest(parameterized.TestCase):
     @parameterized.named_parameters(*LAYOUTS)
     def test_dot_multiplies_by_the_rounded_weights(self, layout):
-        x, weights = draw(2, ROWS, IN), leaf.quantize(draw(IN, OUT, seed=1), layout)
-        matrix = np.asarray(leaf.dequantized(weights, jnp.float32), np.float64)
-        same(products.dot(x, weights), np.asarray(x, np.float64) @ matrix)
+        x, weights = draw(2, ROWS, IN), quantize(draw(IN, OUT, seed=1), layout)
+        matrix = np.asarray(dequantized(weights, jnp.float32), np.float64)
+        same(dot(x, weights), np.asarray(x, np.float64) @ matrix)
 
     @parameterized.named_parameters(LAYOUTS[0], LAYOUTS[2])
     def test_int8_activations_are_rounded_row_by_row(self, layout):
         layout = dataclasses.replace(layout, activations="int8")
-        x, weights = draw(ROWS, IN), leaf.quantize(draw(IN, OUT, seed=1), layout)
-        matrix = np.asarray(leaf.dequantized(weights, jnp.float32), np.float64)
-        got = products.dot(x, weights)
+        x, weights = draw(ROWS, IN), quantize(draw(IN, OUT, seed=1), layout)
+        matrix = np.asarray(dequantized(weights, jnp.float32), np.float64)
+        got = dot(x, weights)
         same(got, rounded_rows(x) @ matrix)
         self.assertGreater(np.abs(got - x @ matrix.astype(np.float32)).max(), 1e-3)
 
     def test_several_input_dims_and_parts_of_the_outputs(self):
         layout = leaf.Layout("int8", (WHOLE, WHOLE, 1), num_in=2)
-        x, weights = draw(ROWS, 4, 3), leaf.quantize(draw(4, 3, 10, seed=1), layout)
-        matrix = np.asarray(leaf.dequantized(weights, jnp.float32), np.float64)
+        x, weights = draw(ROWS, 4, 3), quantize(draw(4, 3, 10, seed=1), layout)
+        matrix = np.asarray(dequantized(weights, jnp.float32), np.float64)
         wanted = np.einsum("mno,nod->md", np.asarray(x, np.float64), matrix)
-        same(products.dot(x, weights), wanted)
+        same(dot(x, weights), wanted)
         most, products.PART = products.PART, 50  # 3 parts do not divide 10 outputs: 5
         try:
             self.assertEqual(products._num_parts(weights), 5)
-            same(products.dot(x, weights), wanted)
+            same(dot(x, weights), wanted)
         finally:
             products.PART = most
 
@@ -79,8 +87,8 @@ class ProductsTest(parameterized.TestCase):
         layout = dataclasses.replace(layout, activations=activations)
         sizes = np.array([3, 0, 9, 2], np.int32)  # and two rows of no group
         x, w = draw(16, IN), draw(4, IN, OUT, seed=1)
-        weights = leaf.quantize(w, layout)
-        matrices = np.asarray(leaf.dequantized(weights, jnp.float32), np.float64)
+        weights = quantize(w, layout)
+        matrices = np.asarray(dequantized(weights, jnp.float32), np.float64)
         rows = rounded_rows(x) if activations == "int8" else np.asarray(x, np.float64)
         wanted, start = np.zeros((16, OUT)), 0
         for matrix, size in zip(matrices, sizes, strict=True):
@@ -91,11 +99,11 @@ class ProductsTest(parameterized.TestCase):
 
     def test_integer_products_equal_those_of_qwix(self):
         layout = leaf.Layout("int8", (WHOLE, 1), activations="int8")
-        x, weights = draw(ROWS, IN), leaf.quantize(draw(IN, OUT, seed=1), layout)
-        codes, scales = products.rounded_rows(x)
+        x, weights = draw(ROWS, IN), quantize(draw(IN, OUT, seed=1), layout)
+        codes, scales = program.call(products.rounded_rows, x)
         pair = qwix.QArray(codes, scales), qwix.QArray(weights.values, weights.scales)
         theirs = qwix.dot_general(*pair, (((1,), (0,)), ((), ())))
-        same(products.dot(x, weights), theirs)
+        same(dot(x, weights), theirs)
 
 
 if __name__ == "__main__":
