@@ -7,6 +7,7 @@ import os
 import pathlib
 import shutil
 import tempfile
+from multiprocessing import util
 from unittest import mock
 
 import jax
@@ -211,7 +212,7 @@ def pytest_configure(config):
         if os.environ.get(PRELOAD) == ALLOCATOR:
             del os.environ[PRELOAD]
         return
-    keep_files_in_memory(config)
+    keep_files_in_memory()
     if not (number := config.getoption("numprocesses", None)):
         return
     if number > 1 and config.getvalue("dist") == "load":  # they share files, below
@@ -220,8 +221,8 @@ def pytest_configure(config):
         os.environ.setdefault(PRELOAD, ALLOCATOR)
 
 
-def keep_files_in_memory(config):
-    """Makes a folder for all temporary files, which ends with pytest.
+def keep_files_in_memory():
+    """Makes a folder for all temporary files, which ends with this process.
 
     TMPDIR asks for another folder, whose files stay where they are.
     """
@@ -232,7 +233,8 @@ def keep_files_in_memory(config):
     folder = tempfile.mkdtemp(prefix="glm5_jax_tests_", dir=MEMORY)
     os.chmod(folder, 0o1777)  # as /tmp: boxes have users of their own
     os.environ["TMPDIR"], tempfile.tempdir = folder, None
-    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    # After the folder of a fork server, which is in it and whose removal has -100.
+    util.Finalize(None, shutil.rmtree, (folder, True), exitpriority=-200)
 
 
 def waits(name):
