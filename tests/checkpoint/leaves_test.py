@@ -1,5 +1,6 @@
 """Windows of parameters, and the checks of their values and shapes."""
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -11,6 +12,13 @@ from glm5_jax.checkpoint import leaves as leaves_lib
 from tests import environment
 
 BF16 = ml_dtypes.bfloat16
+
+
+def sharded(values):
+    """Returns an array on two devices, whose windows need a program."""
+    mesh = jax.make_mesh((2,), "x", axis_types=(jax.sharding.AxisType.Auto,))
+    place = jax.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    return jax.device_put(values, place)
 
 
 class WindowTest(parameterized.TestCase):
@@ -33,7 +41,7 @@ class WindowTest(parameterized.TestCase):
         rows, columns = ((0, 2), (2, 3)), ((0, 3), (3, 5))
         self.assertEqual(got, [[row, column] for row in rows for column in columns])
 
-    @parameterized.parameters(np.asarray, jnp.asarray)
+    @parameterized.parameters(np.asarray, jnp.asarray, sharded)
     def test_windows_of_an_array_and_of_its_cast(self, place):
         values = np.arange(24, dtype=np.float32).reshape(4, 6)
         leaf = leaves_lib.DeviceLeaf(place(values))

@@ -91,7 +91,7 @@ class LoadTest(FolderCase):
         stored, params = stored_tensors(GOLDEN / "glm5"), load(GOLDEN / "glm5")
         config = huggingface.read_config(GOLDEN / "glm5")
         layer = "model.layers.3."  # the second of the scanned MoE layers
-        block = jax.tree.map(lambda x: np.asarray(x[1]), params["layers_1"]["block_0"])
+        block = jax.tree.map(lambda x: np.asarray(x)[1], params["layers_1"]["block_0"])
         attention, indexer, mlp = block["self_attn"], block["indexer"], block["mlp"]
         n, p, o = config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim
         q_b = stored[layer + "self_attn.q_b_proj.weight"]
