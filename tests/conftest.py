@@ -256,6 +256,7 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     """Lets the garbage collector skip what the imports have made, and run rarely."""
+    environment.remember_shuffles()
     gc.freeze()
     gc.set_threshold(*GARBAGE_THRESHOLDS)
 

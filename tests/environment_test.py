@@ -1,6 +1,7 @@
 """Named test files exist, and those that need it compile as for users."""
 
 import functools
+import importlib
 import inspect
 import os
 import pathlib
@@ -47,6 +48,18 @@ class EnvironmentTest(parameterized.TestCase):
             self.assertEqual((got.dtype, got.weak_type), (want.dtype, want.weak_type))
             self.assertEqual(got.sharding, want.sharding)
             np.testing.assert_array_equal(got, want)
+
+    def test_remembered_shuffles_are_grains(self):
+        module = importlib.import_module(environment.SHUFFLES)
+        environment.remember_shuffles()
+        places = range(10)
+        options = {"max_index": 9, "seed": 3, "rounds": 4}
+        for _ in range(2):
+            found = [module.index_shuffle(i, **options) for i in places]
+            self.assertSameElements(found, places)
+        plain = module.index_shuffle.__wrapped__
+        self.assertEqual(found, [plain(i, **options) for i in places])
+        self.assertGreaterEqual(module.index_shuffle.cache_info().hits, len(places))
 
     @parameterized.parameters(*[(name,) for name in conftest.OPTIMIZED])
     def test_these_files_compile_as_for_users(self, name):
