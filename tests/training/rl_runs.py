@@ -65,7 +65,9 @@ def make_config(rl=None, model=None, stage="rl", **changes):
 
 def make_async(max_staleness, rl=None, **changes):
     """A run of stage async_rl, with the objective for stale tokens."""
-    rl = {"max_staleness": max_staleness, "objective": "dis"} | (rl or {})
+    # Chance pays, whatever is asked: that is no reason to pause a tag.
+    own = {"max_staleness": max_staleness, "objective": "dis", "quarantine": "off"}
+    rl = own | (rl or {})
     return make_config(rl, PLAIN, stage="async_rl", **changes)
 
 
