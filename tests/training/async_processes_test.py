@@ -57,7 +57,7 @@ def command(workdir, **changes):
         "rl.dynamic_sampling": False,
         "rl.min_used_groups": 0.0,
         "rl.max_staleness": 2,
-        "rl.quarantine": "off",  # chance pays, whatever is asked
+        "rl.canary_every": 0,  # chance pays, whatever is asked
         "rl.num_engines": 1,
     } | changes
     flags = [f"--config.{name}={value}" for name, value in settings.items()]

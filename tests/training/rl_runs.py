@@ -65,8 +65,8 @@ def make_config(rl=None, model=None, stage="rl", **changes):
 
 def make_async(max_staleness, rl=None, **changes):
     """A run of stage async_rl, with the objective for stale tokens."""
-    # Chance pays, whatever is asked: that is no reason to pause a tag.
-    own = {"max_staleness": max_staleness, "objective": "dis", "quarantine": "off"}
+    # Chance pays, whatever is asked: no canary is to find that out.
+    own = {"max_staleness": max_staleness, "objective": "dis", "canary_every": 0}
     rl = own | (rl or {})
     return make_config(rl, PLAIN, stage="async_rl", **changes)
 
