@@ -14,6 +14,7 @@ from typing import Any
 
 import beartype
 import jaxtyping
+from jaxtyping import _storage
 
 _JAXTYPED = jaxtyping.jaxtyped
 _CHECKS: dict[Hashable, Callable] = {}  # by signature
@@ -45,11 +46,34 @@ def jaxtyped(*, typechecker: Callable) -> Callable:
         if "<locals>" in decorated.__qualname__:
             return _nested(decorated, typechecker)
         checked = _checked_later(decorated)
-        if _has(hints, _is_array):  # one memory of sizes, one check of the arguments
+        if not _has(hints, _is_array):
+            return checked
+        if inspect.isgeneratorfunction(decorated):
             return _JAXTYPED(checked, typechecker=None)
-        return checked
+        return _scoped(checked)  # one memory of sizes, one check of the arguments
 
     return decorate
+
+
+def _scoped(function: Callable) -> Callable:
+    """Returns the function, each call of which has a memory of sizes of its own.
+
+    jaxtyping also binds the arguments, for sizes that name them: we have none.
+    """
+
+    @functools.wraps(function)
+    def scoped(*args: Any, **kwargs: Any) -> Any:
+        sizes = _storage.push_shape_memo({})
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if not hasattr(error, "__notes__") and (told := _storage.shape_str(sizes)):
+                error.add_note(told)
+            raise
+        finally:
+            _storage.pop_shape_memo()
+
+    return scoped
 
 
 def check(function: Callable) -> Callable:

@@ -96,11 +96,17 @@ class TypecheckTest(parameterized.TestCase):
         self.assertLen(Pair(np.ones(4), np.ones(4)).one, 4)
 
     def test_only_what_names_arrays_takes_the_time_of_jaxtyping(self):
-        with mock.patch.object(typecheck, "_JAXTYPED") as jaxtyped:
+        with mock.patch.object(typecheck, "_scoped") as scoped:
             typecheck.jaxtyped(typechecker=typecheck.check)(opposite.__wrapped__)
-            jaxtyped.assert_not_called()
+            scoped.assert_not_called()
             typecheck.jaxtyped(typechecker=typecheck.check)(add.__wrapped__)
-            jaxtyped.assert_called_once()
+            scoped.assert_called_once()
+
+    def test_the_sizes_of_a_call_are_told_where_it_is_refused(self):
+        with self.assertRaises(beartype.roar.BeartypeCallHintViolation) as caught:
+            add(np.ones((2, 4)), np.ones((2, 3)))
+        (note,) = caught.exception.__notes__
+        self.assertIn("B=2\nT=4", note)
 
     def test_a_test_can_switch_it_off(self):
         jaxtyping.config.update("jaxtyping_disable", True)
