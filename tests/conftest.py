@@ -38,8 +38,13 @@ LONGEST = (
     "training/kill_test.py",
     "weights/loading_test.py",
     "weights/conversion_test.py",
+    "environments/worlds/author_test.py",
     "data/preparation_test.py",
     "training/async_processes_test.py",
+    "environments/harbor/world_test.py",
+    "launch_rl_test.py",
+    "environments/worlds/terminal_test.py",
+    "serving/router/router_test.py",
     "inference/parity_test.py",
     "pallas_kernels/attention_ops_test.py",
     "model/invariance_test.py",
@@ -47,11 +52,19 @@ LONGEST = (
     "training/growth_test.py",
     "processes/together_test.py",
     "weights/huggingface_test.py",
+    "training/teachers_test.py",
     "inference/constraints_test.py",
+    "serving/hostile_test.py",
+    "checkpoint/faults_test.py",
+    "serving/clients_test.py",
     "evals/probes/probes_test.py",
     "environments/worlds/code/world_test.py",
     "model/experts_test.py",
     "scale/programs_test.py",
+    "inference/engine_machine_test.py",
+    "scale/rl/planner_test.py",
+    "serving/mesh_test.py",
+    "weights/sharded_test.py",
     "serving/prefill_test.py",
     "recipes/runner_test.py",
     "rl/rollouts_test.py",
@@ -130,9 +143,9 @@ MEMORY = pathlib.Path("/dev/shm")
 ROOM = 4 * 2**30  # bytes
 # Of the machine's memory, for a process, of which most are then compiled programs.
 FULL_SHARE = 0.25
-# Of the mappings of memory that Linux gives a process. A program takes about twenty,
-# and the compiler crashes where it gets none.
-FULL_SHARE_OF_MAPPINGS = 0.5
+# Of the mappings of memory that Linux gives a process. A program takes about thirty,
+# and the compiler crashes where it gets none; a file has 200 programs at most.
+FULL_SHARE_OF_MAPPINGS = 0.65
 # The garbage collector's; Python's own are 700, 10 and 10. Tracing makes so many
 # objects that collecting them took a tenth of the tests' CPU time.
 GARBAGE_THRESHOLDS = 50_000, 20, 50
