@@ -97,37 +97,6 @@ TOGETHER = {
     "inference/pages_test.py": "inference/engine_test.py",
     "inference/shapes_test.py": "inference/engine_test.py",
 }
-# Folders and files whose tests wait for shells, browsers, sockets and other processes
-# more than they compute. One more process than -n asks for runs them beside the others,
-# whose processors stood still in them for a seventh of the time.
-WAITING = (
-    "benchmarks/h200_test.py",
-    "checkpoint/kill_test.py",
-    "command_line_test.py",
-    "data/preparation_test.py",
-    "environments",
-    "inference/terminal_test.py",
-    "launch_rl_test.py",
-    "launch_test.py",
-    "packaging_test.py",
-    "pallas_kernels/packaging_test.py",
-    "processes",
-    "rl/orchestrator_test.py",
-    "rl/process_test.py",
-    "rl/remote_test.py",
-    "rl/rollouts_test.py",
-    "rl/weight_store_test.py",
-    "serving/flags_test.py",
-    "serving/health_test.py",
-    "serving/page_test.py",
-    "serving/router",
-    "training/async_processes_test.py",
-    "training/kill_test.py",
-    "training/transcripts_test.py",
-    "training/watchdog_test.py",
-    "weights/hub_test.py",
-    "weights/sharded_test.py",
-)
 # They compile as for users, with LLVM's optimizations; XLA's fusions are equal without.
 OPTIMIZED = (
     "model/invariance_test.py",
@@ -215,7 +184,7 @@ def is_full():
 
 
 def pytest_configure(config):
-    """Adds a process for WAITING to those of -n, which get jemalloc, if Linux has it.
+    """Gives the processes of -n jemalloc, if Linux has it; not those they start.
 
     They inherit the variables of the first process, which sets them here before it
     starts them. They delete that of the allocator in their turn: the processes that
@@ -226,11 +195,7 @@ def pytest_configure(config):
             del os.environ[PRELOAD]
         return
     keep_files_in_memory()
-    if not (number := config.getoption("numprocesses", None)):
-        return
-    if number > 1 and config.getvalue("dist") == "load":  # they share files, below
-        config.option.tx.append("popen")
-    if is_installed(ALLOCATOR):
+    if config.getoption("numprocesses", None) and is_installed(ALLOCATOR):
         os.environ.setdefault(PRELOAD, ALLOCATOR)
 
 
@@ -248,11 +213,6 @@ def keep_files_in_memory():
     os.environ["TMPDIR"], tempfile.tempdir = folder, None
     # After the folder of a fork server, which is in it and whose removal has -100.
     util.Finalize(None, shutil.rmtree, (folder, True), exitpriority=-200)
-
-
-def waits(name):
-    """Returns whether the tests of a file wait more than they compute."""
-    return any(name == one or name.startswith(f"{one}/") for one in WAITING)
 
 
 def is_installed(library):
@@ -276,23 +236,13 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Gives a file to one worker with -n, which compiles its programs once.
-
-    The last worker begins with files of WAITING, and the others end with them.
-    """
+    """Gives a file to one worker with -n, which compiles its programs once."""
     from xdist import scheduler
 
     class Scheduling(scheduler.LoadFileScheduling):
         def _split_scope(self, nodeid):
             name = super()._split_scope(nodeid).removeprefix("tests/")
             return TOGETHER.get(name, name)
-
-        def _assign_work_unit(self, node):
-            is_last = node is self.nodes[-1]
-            wanted = (name for name in self.workqueue if waits(name) == is_last)
-            if (name := next(wanted, None)) is not None:
-                self.workqueue.move_to_end(name, last=False)
-            super()._assign_work_unit(node)
 
     if config.getvalue("dist") != "load":  # another one was asked for
         return None
