@@ -48,12 +48,12 @@ class DeviceLeaf(Leaf):
         self.shape, self.dtype = array.shape, np.dtype(array.dtype)
 
     def read(self, window: Window) -> np.ndarray:
-        """Copies a window to the host."""
+        """Returns a window on the host: a copy, or a view of what is there already."""
         if isinstance(self._array, np.ndarray):
             return self._array[window]
         devices = self._array.devices()
         if len(devices) == 1 and next(iter(devices)).platform == "cpu":
-            return np.asarray(self._array)[window]  # of its memory, without a program
+            return np.asarray(self._array)[window]  # needs no program
         # The starts are operands, so one program serves all windows of a size.
         starts = [w.start for w in window]
         sizes = [w.stop - w.start for w in window]

@@ -255,7 +255,7 @@ class _Patient:
 class Noting(orchestrator_test.Engine):
     """Counts its answers by their conversation and prompt."""
 
-    def __init__(self, seconds):
+    def __init__(self, seconds=lambda: 1.0):
         super().__init__(seconds)
         self.answered = collections.Counter()
 
@@ -265,10 +265,9 @@ class Noting(orchestrator_test.Engine):
         return completion
 
 
-def make(engine, taskset, groups, journal, drop_equal=False):
-    settings = episodes_lib.Settings(
-        max_new_tokens=16, max_turns=NUM_TURNS, num_concurrent=6, call_timeout=100.0
-    )
+def make(engine, taskset, groups, journal, drop_equal=False, **changes):
+    limits = {"max_turns": NUM_TURNS, "num_concurrent": 6, "call_timeout": 100.0}
+    settings = episodes_lib.Settings(max_new_tokens=16, **(limits | changes))
     context = episodes_lib.Context(
         engine, taskset, templates_test.template(clear=False), settings
     )
@@ -277,7 +276,7 @@ def make(engine, taskset, groups, journal, drop_equal=False):
         task = dataclasses.replace(taskset.task("train", 0, index), id=f"task/{index}")
         first = index * GROUP_SIZE
         return [
-            episodes_lib.Job(task, index, (first + i) * NUM_TURNS)
+            episodes_lib.Job(task, index, (first + i) * settings.max_turns)
             for i in range(GROUP_SIZE)
         ]
 

@@ -1,8 +1,6 @@
 """What goes on after a kill stalls nothing, floods nothing and leaves no files."""
 
 import asyncio
-import collections
-import dataclasses
 import itertools
 
 from glm5_jax.environments import protocol
@@ -11,12 +9,10 @@ from glm5_jax.rl import completer
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl.actors import groups as groups_lib
 from glm5_jax.rl.actors import journal as journal_lib
-from glm5_jax.rl.actors import orchestrator as orchestrator_lib
 from tests import environment, runs
-from tests.data import templates_test
-from tests.rl import orchestrator_test, virtual_time
+from tests.rl import journal_test, orchestrator_test, virtual_time
 
-NUM_TURNS, GROUP_SIZE = 4, 2
+NUM_TURNS, GROUP_SIZE = 4, journal_test.GROUP_SIZE
 STALL = 100.0  # seconds
 SLOW = 60.0  # of a call of a tool
 
@@ -51,40 +47,11 @@ class _Slow:
         _Slow.under_way -= 1
 
 
-class Counting(orchestrator_test.Engine):
-    """Counts its answers by their conversation and prompt."""
-
-    def __init__(self, fails=lambda: False):
-        super().__init__(lambda: 1.0, fails)
-        self.answered = collections.Counter()
-
-    async def complete(self, request):
-        completion = await super().complete(request)
-        self.answered[request.session, tuple(request.prompt)] += 1
-        return completion
-
-
-def make(engine, groups, folder, *, taskset=None, drop_equal=False, **settings):
-    taskset = taskset or Slow()
+def make(engine, groups, folder, *, taskset=None, **settings):
     settings = {"num_concurrent": 8, "call_timeout": 2 * SLOW} | settings
-    context = episodes_lib.Context(
-        engine,
-        taskset,
-        templates_test.template(clear=False),
-        episodes_lib.Settings(max_new_tokens=16, max_turns=NUM_TURNS, **settings),
-    )
-
-    def jobs(index):
-        task = dataclasses.replace(taskset.task("train", 0, index), id=f"task/{index}")
-        first = index * GROUP_SIZE
-        return [
-            episodes_lib.Job(task, index, (first + i) * NUM_TURNS)
-            for i in range(GROUP_SIZE)
-        ]
-
     journal = journal_lib.Journal(folder)
-    return orchestrator_lib.Orchestrator(
-        context, jobs, groups, drop_equal=drop_equal, journal=journal
+    return journal_test.make(
+        engine, taskset or Slow(), groups, journal, max_turns=NUM_TURNS, **settings
     )
 
 
@@ -104,7 +71,7 @@ class ResumedTest(runs.FolderTest):
         self.folder = self.root / self.id()
 
     def test_an_episode_that_is_played_again_does_not_stall_the_run(self):
-        engine = Counting()
+        engine = journal_test.Noting()
         made = make(engine, groups_lib.Groups(1, 0), self.folder)
         virtual_time.run(play(made, asyncio.sleep((NUM_TURNS - 0.5) * SLOW)))
         made = make(engine, groups_lib.Groups(1, 0), self.folder)
@@ -112,7 +79,7 @@ class ResumedTest(runs.FolderTest):
         self.assertEqual({*engine.answered.values()}, {1})
 
     def test_a_group_that_was_dropped_is_not_played_again(self):
-        engine = Counting()
+        engine = journal_test.Noting()
         groups = groups_lib.Groups(1, 0, max_dropped=9)
         saved = groups.state(0)
         made = make(engine, groups, self.folder, drop_equal=True)
@@ -126,7 +93,7 @@ class ResumedTest(runs.FolderTest):
         self.assertEqual({*engine.answered.values()}, {1})
 
     def test_the_error_that_ended_the_run_is_told_after_the_groups_that_are_ready(self):
-        engine, taken = Counting(), []
+        engine, taken = journal_test.Noting(), []
         made = make(engine, groups_lib.Groups(1, 3), self.folder)
 
         async def meanwhile():
@@ -142,7 +109,7 @@ class ResumedTest(runs.FolderTest):
         self.assertLen(taken, 4)
 
     def test_a_group_that_is_too_old_leaves_no_file(self):
-        engine, groups = Counting(), groups_lib.Groups(1, 0)
+        engine, groups = journal_test.Noting(), groups_lib.Groups(1, 0)
         made = make(engine, groups, self.folder)
 
         async def meanwhile():
@@ -159,7 +126,7 @@ class ResumedTest(runs.FolderTest):
         self.assertNotIn("0.jsonl", [path.name for path in self.folder.iterdir()])
 
     def test_groups_go_on_within_the_bounds_of_this_start(self):
-        groups, engine = groups_lib.Groups(4, 0), Counting()
+        groups, engine = groups_lib.Groups(4, 0), journal_test.Noting()
         saved = groups.state(0)
         made = make(engine, groups, self.folder)
         virtual_time.run(play(made, asyncio.sleep(1.5 * SLOW)))
@@ -172,7 +139,7 @@ class ResumedTest(runs.FolderTest):
 
     def test_an_environment_that_is_repaired_gets_its_episodes_again(self):
         """The second episode of each group failed, and the first hung."""
-        engine, taskset, num = Counting(), Slow(), 64
+        engine, taskset, num = journal_test.Noting(), Slow(), 64
         saved, made_by = groups_lib.Groups(num, 0).state(0), taskset.environment
         numbers = itertools.count()
 

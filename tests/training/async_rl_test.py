@@ -399,6 +399,12 @@ class GateTest(parameterized.TestCase):
             "evaluates_beside must be false in stage",
         ),
         (
+            "guarded",
+            "rl",
+            {"quarantine": "end"},
+            "quarantine='end' would end nothing in stage",
+        ),
+        (
             "quantized",
             "async_rl",
             {"num_engines": 1, "rollout_weights": "int8"},

@@ -16,7 +16,6 @@ from glm5_jax.checkpoint import manager
 from glm5_jax.environments import protocol
 from glm5_jax.model import transformer
 from glm5_jax.rl import episode_files, gateway
-from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.training import critic as critic_lib
 from glm5_jax.training import loop, policy, replay
 from glm5_jax.training import program as program_lib
@@ -25,6 +24,7 @@ from glm5_jax.training.feeds import rollouts as rl_lib
 from glm5_jax.training.reporting import metrics
 from glm5_jax.training.run import health as health_lib
 from tests import environment, runs
+from tests.rl import trajectories_test
 from tests.training import rl_runs
 
 ROWS, LENGTH, WARMUP, GAMMA = 8, rl_runs.LENGTH, 2, 0.99
@@ -394,20 +394,8 @@ def make_episode(*masks):
         )
         for mask in masks
     ]
-    return episodes_lib.Episode(
-        task=rl_runs.Lottery().task("train", 0, 0),
-        group=0,
-        samples=samples,
-        reward=protocol.Reward(0.75),
-        label=protocol.Label.OK,
-        num_turns=2,
-        num_forks=1,
-        transcript=[],
-        reason="",
-        num_drift_tokens=0,
-        num_truncated=0,
-        close_error="",
-    )
+    task, reward = rl_runs.Lottery().task("train", 0, 0), protocol.Reward(0.75)
+    return trajectories_test.episode(task=task, samples=samples, reward=reward)
 
 
 class BatchTest(absltest.TestCase):

@@ -74,6 +74,11 @@ def own_engine_rules(config: record.Config) -> list[record.Rule]:
             f"rl.evaluates_beside must be false in stage {config.stage!r}, got true: "
             f"its engine plays for one purpose at a time. Set stage='async_rl'.",
         ),
+        (
+            config.rl.quarantine != "end",
+            f"rl.quarantine='end' would end nothing in stage {config.stage!r}, which "
+            f"plays no answers that must earn nothing. Set stage='async_rl'.",
+        ),
     ]
 
 

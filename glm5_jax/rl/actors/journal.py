@@ -33,7 +33,7 @@ from glm5_jax.rl import episodes as episodes_lib
 FOLDER, _SUFFIX = "under_way", ".jsonl"
 FORMAT = 1  # of a file; others are ignored
 _DAMAGE = (ValueError, KeyError, TypeError)
-_Key = tuple[int, str]  # an episode's first request, and a prompt's SHA-256
+_Key = tuple[int | None, str]  # an episode's first request, and a prompt's SHA-256
 
 
 @dataclasses.dataclass
@@ -148,7 +148,7 @@ class Journal:
         """Returns an answer to the same prompt from before the kill, once."""
         if (known := self._of(request)) is None or not known.turns:
             return None
-        turns = known.turns.get((request.session or 0, _digest(request.prompt)))
+        turns = known.turns.get((request.session, _digest(request.prompt)))
         if not turns:
             return None
         self.num_repeated += 1
