@@ -40,6 +40,7 @@ def train(
         f"--workdir={workdir}",
         f"--config.stage={stage}",
         f"--config.init_from={args.init_from}",
+        f"--config.seed={args.seed}",
         f"--config.num_steps={steps}",
         *("--config.eval_every=0", "--config.checkpoint_every=0"),
         *("--config.rl.num_eval_tasks=8", "--config.sample_tokens=0"),
@@ -55,7 +56,7 @@ def train(
     ]
     path = f"{ROOT}:{ROOT}/benchmarks:{os.environ.get('PYTHONPATH', '')}"
     log = workdir.with_suffix(".turns")
-    environ = {**os.environ, "PYTHONPATH": path, "SLOW_TOOLS_LOG": str(log)}
+    environ = {**os.environ, "PYTHONPATH": path, slow_tools.LOG: str(log)}
     subprocess.run(command, cwd=ROOT, env=environ, check=True)
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines][SKIPPED:]
@@ -77,7 +78,7 @@ def predict(
         r["perf/step_seconds"] - r["perf/rollout_seconds"] for r in records
     )
     rollout = statistics.median(r["perf/rollout_seconds"] for r in records)
-    rng = random.Random(0)
+    rng = random.Random(os.environ[slow_tools.SEED])
     chosen: dict[tuple[int, int], list] = {}
 
     def turns(group: int, number: int) -> list:
@@ -129,7 +130,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--max_staleness", type=int, default=4)
     parser.add_argument("--engines", type=int, default=0, help="servers; 0: none")
+    parser.add_argument("--seed", type=int, default=0, help="of runs and of waiting")
     args = parser.parse_args()
+    os.environ[slow_tools.SEED] = str(args.seed)
     args.init_from, workdir = args.init_from.resolve(), args.workdir.resolve()
     workdir.mkdir(parents=True)
     fast = workdir / "fast"

@@ -1,8 +1,8 @@
 """The calculator with tools that take their time, for benchmarks/async_rl.py.
 
 Seconds of a call are lognormal, as those of real tools, cut to 0.05..2. They depend on
-the task and the turn alone. If SLOW_TOOLS_LOG names a file, every episode adds a line
-with the characters and seconds of its turns.
+the task, the turn and SLOW_TOOLS_SEED alone. If SLOW_TOOLS_LOG names a file, every
+episode adds a line with the characters and seconds of its turns.
 """
 
 import asyncio
@@ -18,10 +18,12 @@ from glm5_jax.environments.tasks import ladder
 
 MEDIAN, SIGMA, LEAST, MOST = 0.3, 1.0, 0.05, 2.0
 NAME = "calculator_untold:2-3"
+LOG, SEED = "SLOW_TOOLS_LOG", "SLOW_TOOLS_SEED"
 
 
 def seconds_of(key: str) -> float:
     """Returns how long a call takes."""
+    key = f"{os.environ.get(SEED, 0)}/{key}"
     rng = random.Random(hashlib.sha256(key.encode()).digest())
     return min(max(rng.lognormvariate(math.log(MEDIAN), SIGMA), LEAST), MOST)
 
@@ -68,7 +70,7 @@ class _Waiting:
         return await self._inner.step(message)
 
     async def close(self) -> None:
-        if path := os.environ.get("SLOW_TOOLS_LOG"):
+        if path := os.environ.get(LOG):
             with pathlib.Path(path).open("a") as file:
                 file.write(json.dumps(self._turns) + "\n")
         await self._inner.close()

@@ -98,8 +98,9 @@ def share_programs():
             programs[key] = make(config, mesh)
         return programs[key]
 
-    def compile_once(program, num_rows):
+    def compile_once(program, num_rows, beside):
         key = id(program), num_rows
+        beside()
         if key not in compiled:
             compiled[key] = compile_step(program, num_rows)
         return compiled[key]

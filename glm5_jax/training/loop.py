@@ -177,7 +177,7 @@ class _Loop:
             return False
         if "evaluate" in due:
             if not self._last:
-                logging.info("Compiling the evaluation ...")
+                logging.info("Evaluates for the first time ...")
             self._watchdog.beat()
             with clock.paused("evaluate"):
                 if found := evaluate(run):

@@ -6,6 +6,7 @@ machine does not have.
 
 import dataclasses
 from collections.abc import Callable
+from concurrent import futures
 from typing import Any
 
 import jax
@@ -70,12 +71,22 @@ class Program:
         with jax.set_mesh(self.mesh):
             return self.step.lower(self.params, self.opt_state, batch)
 
-    def compile(self, num_rows: int) -> Callable[[Any, Any, Any], tuple]:
+    def compile(
+        self, num_rows: int, beside: Callable[[], None] = lambda: None
+    ) -> Callable[[Any, Any, Any], tuple]:
         """Returns the step, compiled for batches of so many rows; it takes others too.
 
         Episodes that forked make a batch with more rows.
+
+        Args:
+          num_rows: rows of a batch.
+          beside: called while a thread compiles; XLA uses one core for most of it.
         """
-        compiled = self.lower(num_rows).compile()
+        lowered = self.lower(num_rows)
+        with futures.ThreadPoolExecutor(1, "compile") as thread:
+            compiling = thread.submit(lowered.compile)
+            beside()
+            compiled = compiling.result()
         shape = self.batch_of(num_rows)["tokens"].shape
 
         def step(params: Any, opt_state: Any, batch: Any) -> tuple:

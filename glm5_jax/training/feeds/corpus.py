@@ -58,6 +58,16 @@ class Corpus:
         """Makes only these rows of each batch from now on, by the size of a batch."""
         self._pipeline.restrict_to(rows)
 
+    def prepare(self, params: dict, to_devices: feed.ToDevices) -> None:
+        """Evaluates one batch and draws the sample, so that both are compiled.
+
+        What does not fit the devices is found before the first step.
+        """
+        for batch in self._pipeline.eval_batches(1, self._pipeline.held_out_names[0]):
+            jax.block_until_ready(self._eval_step(params, to_devices(batch)))
+        if self._config.sample_tokens:
+            self.sample(params)
+
     def next(self, params: dict, position: int) -> tuple[feed.Batch, feed.Metrics]:
         """Returns a batch; a thread makes the next ones ahead."""
         if self._batches is None or self._batches[0] != position:

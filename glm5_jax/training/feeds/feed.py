@@ -40,6 +40,10 @@ class Feed(Protocol):
         """Makes only the rows of this process from now on, by the size of a batch."""
         ...
 
+    def prepare(self, params: dict, to_devices: ToDevices) -> None:
+        """Compiles programs of `evaluate` and `sample` by running them once."""
+        ...
+
     def next(self, params: dict, position: int) -> tuple[Batch, Metrics]:
         """Returns the batch at a position, and what to log about it.
 

@@ -77,6 +77,9 @@ class Rollouts:
     def restrict_to(self, rows: Mapping[int, Sequence[int]]) -> None:
         """Does nothing: every process makes all rows, whose number may vary."""
 
+    def prepare(self, params: dict, to_devices: feed.ToDevices) -> None:
+        """Does nothing: the engine compiles its programs for the first batch."""
+
     def next(self, params: dict, position: int) -> tuple[feed.Batch, feed.Metrics]:
         """Returns rows of the groups of a step, and what to log about them."""
         jax.block_until_ready(params)  # do not bill pending updates to the rollouts

@@ -101,11 +101,15 @@ class Run:
         size = num_rows or self.config.num_rows
         return rows_lib.to_global_arrays(batch, where, self.rows[size], size)
 
-    def compile(self) -> None:
-        """Compiles the training step for the size of the next batch."""
+    def compile(self, beside: Callable[[], None] = lambda: None) -> None:
+        """Compiles the training step for the size of the next batch.
+
+        Args:
+          beside: called meanwhile.
+        """
         program, size, began = self.program, self.next_size, time.perf_counter()
         logging.info("Compiling the training step for %d rows ...", size)
-        train_step = program.compile(size)
+        train_step = program.compile(size, beside)
         together.meet(f"compiled for position {self.position}")  # some found it cached
         self.train_step, self.compiled_size = train_step, size
         seconds = time.perf_counter() - began
@@ -293,7 +297,8 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path, mesh: Mesh) -> 
         feed.begin(workdir, run.step)
         run.with_reference = reference.make(config, program)
         run.with_teachers = teachers.make(config, program)
-        run.compile()
+        with jax.set_mesh(mesh):
+            run.compile(beside=lambda: feed.prepare(run.params, run.to_devices))
         undo.pop_all()
     host_memory.trim()
     return run
