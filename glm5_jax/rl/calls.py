@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from absl import logging
 
+from glm5_jax.environments import threads
 from glm5_jax.rl import event_loop
 
 _CANCEL_SECONDS = 1.0  # for a cancelled call to clean up
@@ -90,6 +91,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 def _run(main: Coroutine[Any, Any, T]) -> T:
     loop = event_loop.Loop()
+    loop.set_default_executor(threads.Threads())
     task = loop.create_task(main)
     task.add_done_callback(_retrieve)
     try:

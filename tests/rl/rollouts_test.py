@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
 import os
@@ -11,12 +12,13 @@ import sys
 import threading
 import time
 import tracemalloc
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 
 from glm5_jax import config
 from glm5_jax import messages as messages_lib
-from glm5_jax.environments import protocol
+from glm5_jax.environments import protocol, threads
 from glm5_jax.rl import calls as calls_lib
 from glm5_jax.rl import completer, rollouts
 from glm5_jax.rl import episodes as episodes_lib
@@ -244,6 +246,22 @@ class FaultTest(parameterized.TestCase):
             self.assertIs(episode.label, Label.ENV_ERROR)
             self.assertIn(reason, episode.reason)
         self.assertEqual(taskset.num_closed, 2)
+
+    def test_threads_of_environments_that_hang_are_not_missed_by_others(self):
+        over = threading.Event()
+        self.addCleanup(over.set)
+
+        async def step(env, message):
+            hangs = int(env.task.id) < 16
+            await asyncio.to_thread(over.wait if hangs else time.sleep, *[0.0][hangs:])
+            return ends()
+
+        settings = dataclasses.replace(SETTINGS, num_concurrent=20, call_timeout=1.5)
+        made = functools.partial(threads.Threads, seconds=0.05)
+        with mock.patch.object(threads, "Threads", made):
+            found = collect(Scripted(step), count=20, settings=settings)
+        labels = [episode.label for episode in found]
+        self.assertEqual(labels, [Label.TIMEOUT] * 16 + [Label.OK] * 4)
 
     def test_nobody_waits_for_an_episode_that_ignores_being_cancelled(self):
         async def step(env, message):

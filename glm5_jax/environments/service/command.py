@@ -10,7 +10,7 @@ from absl import logging
 
 from glm5_jax import config, environments
 from glm5_jax.config import checks
-from glm5_jax.environments import context, mixture, protocol
+from glm5_jax.environments import context, mixture, protocol, threads
 from glm5_jax.environments.service import app, live
 from glm5_jax.http_server import guard, listening
 
@@ -125,6 +125,7 @@ class Service:
         """Serves at a socket until the episodes are told to drain, and have."""
         host, port = listener.getsockname()[:2]
         logging.info("Serving %s at http://%s:%d", self._name, host, port)
+        asyncio.get_running_loop().set_default_executor(threads.Threads())
         ending = asyncio.create_task(self._end())
         try:
             await self._server.serve(sockets=[listener])

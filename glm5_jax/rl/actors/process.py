@@ -29,6 +29,7 @@ from glm5_jax import api_key, environments
 from glm5_jax import config as config_lib
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.chat import templates
+from glm5_jax.environments import threads
 from glm5_jax.rl import at_once, entrance, held_out, jobs, trajectories
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl.actors import beside, monitor, pinned, remote
@@ -93,6 +94,7 @@ class Process:
 
     async def _running(self, app: web.Application) -> AsyncIterator[None]:
         """Keeps what runs beside the requests."""
+        asyncio.get_running_loop().set_default_executor(threads.Threads())
         # Each episode has a connection, which ends before a server would close it.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS)
         headers = api_key.header(api_key.given())
