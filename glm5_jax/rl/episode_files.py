@@ -24,7 +24,7 @@ from absl import logging
 from glm5_jax import config as config_lib
 from glm5_jax import files
 from glm5_jax.rl import episodes as episodes_lib
-from glm5_jax.rl import trajectories
+from glm5_jax.rl import long_json, trajectories
 
 FOLDER, _SUFFIX = "episodes", ".json.gz"
 FORMAT = 1  # of a file; a reader refuses others
@@ -153,7 +153,7 @@ def forget_memory(workdir: pathlib.Path, step: int) -> None:
 
 
 def _write(workdir: pathlib.Path, step: Step) -> None:
-    text = json.dumps(_to_json(step), default=repr)
+    text = long_json.dumps(_to_json(step))
     packed = gzip.compress(text.encode(), _LEVEL, mtime=0)
     path = path_of(workdir, step.step)
     files.write_atomically(path, lambda new: new.write_bytes(packed))

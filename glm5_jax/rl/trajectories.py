@@ -31,7 +31,7 @@ class FormatError(ValueError):
 
 
 def to_json(episode: episodes_lib.Episode) -> dict[str, Any]:
-    """Returns a record, which json.dumps(..., default=repr) can write.
+    """Returns a record, which long_json.py can write.
 
     An answer that is no JSON is written as its repr, so that such a task cannot be
     scored again.

@@ -27,7 +27,7 @@ from absl import logging
 
 from glm5_jax import files
 from glm5_jax.inference import requests
-from glm5_jax.rl import completer, trajectories
+from glm5_jax.rl import completer, long_json, trajectories
 from glm5_jax.rl import episodes as episodes_lib
 
 FOLDER, _SUFFIX = "under_way", ".jsonl"
@@ -237,7 +237,8 @@ def _path(folder: pathlib.Path, index: int) -> pathlib.Path:
 
 def _append(path: pathlib.Path, record: Mapping[str, Any]) -> None:
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record, default=repr) + "\n")
+        file.writelines(long_json.pieces(record))
+        file.write("\n")
 
 
 def _digest(prompt: Sequence[int]) -> str:

@@ -30,7 +30,14 @@ from glm5_jax import config as config_lib
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.chat import templates
 from glm5_jax.environments import threads
-from glm5_jax.rl import at_once, entrance, held_out, jobs, trajectories
+from glm5_jax.rl import (
+    at_once,
+    entrance,
+    held_out,
+    jobs,
+    long_json,
+    trajectories,
+)
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl.actors import beside, monitor, pinned, remote
 from glm5_jax.rl.actors import fleet as fleet_lib
@@ -210,10 +217,11 @@ class Process:
         wanted = [*groups, played.episodes, played.unused]
         packed = await asyncio.to_thread(trajectories.pack, wanted)
         evaluated = made.evaluation.taken()
+        ended = evaluated.episodes if evaluated else ()
+        records = await asyncio.to_thread(trajectories.all_to_json, ended)
         return {
             "played": packed,
-            "evaluated": evaluated
-            and [evaluated.version, trajectories.all_to_json(evaluated.episodes)],
+            "evaluated": evaluated and [evaluated.version, records],
             "counts": played.counts,
             "memory": made.groups.state(body["version"] + 1),
             "ledger": self._orchestrator.groups.ledger(),
@@ -229,7 +237,7 @@ class Process:
         ):
             return _NOT_READY
         played = self._asked_for.pop("/evaluate").result()
-        return {"episodes": trajectories.all_to_json(played)}
+        return {"episodes": await asyncio.to_thread(trajectories.all_to_json, played)}
 
     async def _evaluate_beside(self, body: dict[str, Any]) -> dict[str, Any]:
         assert self._orchestrator is not None, "/start comes first"
@@ -294,7 +302,7 @@ def _answering(
             logging.exception("%s failed.", request.path)
             told = {"error": str(error), "type": type(error).__name__}
             return web.json_response(told, status=500)
-        text = await asyncio.to_thread(json.dumps, answer, default=repr)
+        text = await asyncio.to_thread(long_json.dumps, answer)
         return web.Response(text=text, content_type="application/json")
 
     return handle
