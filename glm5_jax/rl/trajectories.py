@@ -118,21 +118,43 @@ def unpack(packed: Mapping[str, Any]) -> list[list[episodes_lib.Episode]]:
     return [[episodes[place] for place in some] for some in packed["lists"]]
 
 
-def completion_to_json(completion: requests.Completion) -> dict[str, Any]:
-    """Returns a record of a turn."""
+def completion_to_json(
+    completion: requests.Completion, before: np.ndarray | None = None
+) -> dict[str, Any]:
+    """Returns a record of a turn.
+
+    Args:
+      completion: the turn, with the experts of all the text before it.
+      before: experts of an earlier turn; the record does not repeat its first rows as
+        far as they are the same.
+    """
     record: dict[str, Any] = {**vars(completion)}
-    record["experts"] = _packed(completion.experts)
+    if (experts := completion.experts) is not None:
+        record["same_experts"] = _num_same(before, experts)
+        experts = experts[record["same_experts"] :]
+    record["experts"] = _packed(experts)
     return record
 
 
-def completion_from_json(record: Mapping[str, Any]) -> requests.Completion:
+def completion_from_json(
+    record: Mapping[str, Any], before: np.ndarray | None = None
+) -> requests.Completion:
     """Returns the turn of a record.
+
+    Args:
+      record: of `completion_to_json`.
+      before: which it was given.
 
     Raises:
       FormatError: the record is damaged, or of another format.
     """
     try:
         fields: dict[str, Any] = {**record, "experts": _unpacked(record["experts"])}
+        if num_same := fields.pop("same_experts", 0):
+            if before is None or len(before) < num_same:
+                raise ValueError(f"its first {num_same} experts are of another turn")
+            experts = before[:num_same], fields["experts"]
+            fields["experts"] = np.concatenate(experts)
         some = fields["alternatives"]
         fields["alternatives"] = [[(i, x) for i, x in pairs] for pairs in some]
         return requests.Completion(**fields)
@@ -151,6 +173,15 @@ def _sample_from_json(record: Mapping[str, Any]) -> gateway.Sample:
     fields: dict[str, Any] = {**record, "experts": _unpacked(record["experts"])}
     fields["mask"] = [bool(is_sampled) for is_sampled in fields["mask"]]
     return gateway.Sample(**fields).check()
+
+
+def _num_same(before: np.ndarray | None, experts: np.ndarray) -> int:
+    """Returns how many of the first rows are the same."""
+    if before is None or before.shape[1:] != experts.shape[1:]:
+        return 0
+    size = min(len(before), len(experts))
+    differ = np.any(before[:size] != experts[:size], axis=(1, 2))
+    return int(np.argmax(differ)) if differ.any() else size
 
 
 def _packed(experts: np.ndarray | None) -> dict[str, Any] | None:

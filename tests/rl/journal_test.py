@@ -81,6 +81,82 @@ class JournalTest(runs.FolderTest):
         self.assertEqual(*without)
         self.assertIsNone(journal.repeated(make_request()))
 
+    def conversation(self, rng, num_turns, session=20, versions=None):
+        """Turns whose experts grow, and are others from some row on now and then."""
+        experts, found = np.zeros((0, 2, 2), np.int32), []
+        for turn in range(num_turns):
+            keeps = (
+                len(experts) if rng.random() < 0.8 else rng.randrange(len(experts) + 1)
+            )
+            size = len(experts) + rng.randrange(1, 9)
+            new = [rng.randrange(9) for _ in range((size - keeps) * 4)]
+            new = np.array(new, np.int32).reshape(-1, 2, 2)
+            experts = np.concatenate([experts[:keeps], new])
+            version = versions[turn] if versions else 2
+            completion = make_completion(version, turn, experts=experts)
+            found.append((make_request((*range(turn + 1),), session), completion))
+        return found
+
+    def note(self, turns):
+        return [lambda journal, turn=turn: journal.turn(*turn) for turn in turns]
+
+    def assert_comes_back(self, journal, turns):
+        for request, completion in turns:
+            found = journal.repeated(request)
+            np.testing.assert_array_equal(found.experts, completion.experts)
+            self.assertEqual(found.tokens, completion.tokens)
+
+    def stored_rows(self):
+        """Of the experts, in each line."""
+        lines = map(json.loads, self.path.read_text().splitlines())
+        turns = [line["turn"]["completion"] for line in lines if "turn" in line]
+        return [turn["experts"]["shape"][0] for turn in turns]
+
+    def test_a_line_has_the_experts_that_the_turn_before_had_not(self):
+        rng = random.Random(0)
+        rows = np.arange(160).reshape(40, 2, 2).astype(np.int32)
+        sizes = sorted(rng.sample(range(1, 40), 9))
+        turns = [
+            (make_request((n,)), make_completion(experts=rows[:n].copy()))
+            for n in sizes
+        ]
+        self.write(*self.note(turns))
+        self.assertEqual(self.stored_rows(), [*np.diff([0, *sizes])])
+        known, journal = self.again()
+        kept = [t.experts for turns in known.turns.values() for t in turns]
+        for one in kept:  # memory has each row once, too
+            self.assertTrue(np.shares_memory(one, kept[-1]))
+        self.assert_comes_back(journal, turns)
+
+    def test_experts_come_back_whatever_became_of_the_text(self):
+        for seed in range(20):
+            rng = random.Random(seed)
+            first = self.conversation(rng, 8)
+            second = self.conversation(rng, 8, session=24)
+            both = [turn for pair in zip(first, second, strict=True) for turn in pair]
+            self.path.unlink(missing_ok=True)
+            self.write(*self.note(both[:10]))
+            _, journal = self.again()  # the next life goes on in the same file
+            for call in self.note(both[10:]):
+                call(journal)
+            journal.close()
+            _, journal = self.again()
+            self.assert_comes_back(journal, both)
+
+    def test_a_turn_after_one_that_is_left_out_is_left_out_too(self):
+        """As where the next server has older weights."""
+        rows = np.arange(40).reshape(10, 2, 2).astype(np.int32)
+        turns = [
+            (make_request((n,)), make_completion(v, experts=rows[:n].copy()))
+            for n, v in ((2, 1), (4, 3), (6, 2), (8, 2))
+        ]
+        self.write(*self.note(turns))
+        for _ in range(2):  # the file is as it was read
+            _, journal = self.again(2)
+            self.assert_comes_back(journal, turns[:1])
+            found = [journal.repeated(request) for request, _ in turns[1:]]
+            self.assertEqual(found, [None] * 3)
+
     def test_the_same_prompt_asked_twice_gets_both_answers_in_order(self):
         self.write(
             *(

@@ -10,7 +10,9 @@ on that was under way. An environment that says something else than before makes
 prompt, so its episode goes on by itself from there.
 
 Lines are written by a thread, in order, and not synced: they outlive the process, not
-the machine's power. A line that was cut off and all after it are ignored.
+the machine's power. A line that was cut off and all after it are ignored. An engine
+that records experts tells them for all the text at each turn. A line has those that the
+episode's line before it had not, so a file grows with its text, not with its square.
 """
 
 import collections
@@ -31,7 +33,7 @@ from glm5_jax.rl import completer, long_json, trajectories
 from glm5_jax.rl import episodes as episodes_lib
 
 FOLDER, _SUFFIX = "under_way", ".jsonl"
-FORMAT = 1  # of a file; others are ignored
+FORMAT = 2  # of a file; others are ignored
 _DAMAGE = (ValueError, KeyError, TypeError)
 _Key = tuple[int | None, str]  # an episode's first request, and a prompt's SHA-256
 
@@ -47,6 +49,11 @@ class Known:
     turns: dict[_Key, list[requests.Completion]] = dataclasses.field(
         default_factory=dict
     )
+    # The last turns of an episode, each of which repeats the experts of the one before
+    # it and adds its own, by the episode's first request.
+    _growing: dict[int | None, list[requests.Completion]] = dataclasses.field(
+        default_factory=dict
+    )
 
     def add(self, line: Mapping[str, Any], newest: int) -> bool:
         """Takes a line into account, unless newer weights drew some of it.
@@ -55,18 +62,35 @@ class Known:
           Whether it did.
         """
         if turn := line.get("turn"):
-            completion = trajectories.completion_from_json(turn["completion"])
-            if any(version > newest for version in completion.versions):
-                return False
-            key = turn["id"], turn["prompt"]
-            self.turns.setdefault(key, []).append(completion)
-            return True
+            return self._add_turn(turn, newest)
         episode = trajectories.from_json(line["end"]["episode"])
         if any(v > newest for sample in episode.samples for v in sample.versions):
             return False
         id = line["end"]["id"]
         self.ended[id] = episode
         self.turns = {key: t for key, t in self.turns.items() if key[0] != id}
+        self._growing.pop(id, None)
+        return True
+
+    def _add_turn(self, turn: Mapping[str, Any], newest: int) -> bool:
+        """Takes a turn into account, unless it or the one before it is too new."""
+        record, id = turn["completion"], turn["id"]
+        grown = self._growing.pop(id, [])
+        num_same = record.get("same_experts", 0)
+        if num_same and not grown:
+            return False
+        before = grown[-1].experts if grown else None
+        completion = trajectories.completion_from_json(record, before)
+        if any(version > newest for version in completion.versions):
+            return False
+        if (experts := completion.experts) is not None:
+            if before is None or num_same < len(before):
+                grown = []
+            for earlier in grown:  # one array for all of them
+                assert earlier.experts is not None, "they grow"
+                earlier.experts = experts[: len(earlier.experts)]
+            self._growing[id] = [*grown, completion]
+        self.turns.setdefault((id, turn["prompt"]), []).append(completion)
         return True
 
 
@@ -89,6 +113,8 @@ class Journal:
         self._pending: collections.deque[futures.Future[None]] = collections.deque()
         self._groups: dict[int, Known] = {}  # by index
         self._group_of: dict[int, Known] = {}  # by an episode's first request
+        # Experts of an episode's last turn in this life, by its first request.
+        self._experts: dict[int | None, np.ndarray] = {}
         self.num_repeated = 0  # turns
         self._is_closed = False
 
@@ -123,16 +149,20 @@ class Journal:
         if (known := self._of(request)) is None:
             return
         turn = {"id": request.session, "prompt": _digest(request.prompt)}
+        before = self._experts.pop(request.session, None)
+        if completion.experts is not None:
+            self._experts[request.session] = completion.experts
 
         def write(path: pathlib.Path) -> None:
-            made = turn | {"completion": trajectories.completion_to_json(completion)}
-            _append(path, {"turn": made})
+            made = trajectories.completion_to_json(completion, before)
+            _append(path, {"turn": turn | {"completion": made}})
 
         self._submit(known.index, write)
 
     def end(self, job: episodes_lib.Job, episode: episodes_lib.Episode) -> None:
         """Notes that an episode has ended, which will not be played again."""
         known = self._group_of[job.request_id]
+        self._experts.pop(job.request_id, None)
 
         def write(path: pathlib.Path) -> None:
             made = {"id": job.request_id, "episode": trajectories.to_json(episode)}
@@ -158,8 +188,10 @@ class Journal:
         """Deletes the file of a group."""
         known = self._groups.pop(index, None)
         if known is not None:
-            of = self._group_of.items()
-            self._group_of = {id: group for id, group in of if group is not known}
+            ids = [id for id, group in self._group_of.items() if group is known]
+            for id in ids:
+                del self._group_of[id]
+                self._experts.pop(id, None)
         self._submit(index, lambda path: path.unlink(missing_ok=True))
 
     def close(self) -> None:
