@@ -2,9 +2,11 @@
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import random
 import re
+import threading
 
 from absl.testing import absltest, parameterized
 
@@ -479,6 +481,62 @@ class CanariesTest(absltest.TestCase):
 
         made, found, seconds = self.play(Hanging(square, knows=True), 4)
         self.assertEqual((made.shares(), found, seconds), ({}, [], 40.0))
+
+    def test_one_that_ignores_being_cancelled_costs_its_limit(self):
+        """The next canaries find the junk all the same."""
+
+        class Stubborn(Shop):
+            num_made = 0
+
+            def environment(self):
+                made, self.num_made = super().environment(), self.num_made + 1
+
+                async def hang(*_):
+                    for _ in range(2):
+                        with contextlib.suppress(asyncio.CancelledError):
+                            await asyncio.sleep(1e9)
+
+                if self.num_made == 1:
+                    made.step = hang
+                if self.num_made == 2:
+                    made.close = hang
+                return made
+
+        shop = Stubborn(square, lambda content: True, tags=("odd",), knows=True)
+        with self.assertLogs(level="ERROR"):  # of a call that goes on
+            _, found, seconds = self.play(shop, 4)
+        self.assertEqual((found, shop.num_made), (["odd"], 4))
+        self.assertLess(seconds, 100.0)
+
+    def test_attempts_that_never_come_cost_their_limit(self):
+        class Silent(Shop):
+            num_asked = 0
+
+            def attempts(self, task):
+                self.num_asked += 1
+                if self.num_asked == 1:
+                    over.wait()
+                return super().attempts(task)
+
+        over, found = threading.Event(), []
+        shop = Silent(square, lambda content: True, tags=("odd",), knows=True)
+
+        async def main():
+            made = canaries.Canaries(shop, 1, 0.2, lambda tag, why: found.append(tag))
+            playing = asyncio.create_task(made.run())
+            try:
+                async with asyncio.timeout(20):
+                    for index in range(4):
+                        made.ended(shop.task("train", 0, index), None)
+                        await made.settle()
+            finally:
+                over.set()
+                playing.cancel()
+
+        with self.assertLogs(level="WARNING") as logs:
+            asyncio.run(main())
+        self.assertIn("No attempts of a task", logs.output[0])
+        self.assertEqual((found, shop.num_asked), (["odd"], 4))
 
     def test_a_run_that_ends_lets_the_environment_of_one_close(self):
         class Slow(Shop):

@@ -4,6 +4,7 @@ import asyncio
 import collections
 import dataclasses
 import random
+import threading
 import time
 from unittest import mock
 
@@ -595,6 +596,34 @@ class OrchestratorTest(parameterized.TestCase):
         with self.assertRaisesRegex(orchestrator_lib.StalledError, words):
             asyncio.run(run())
         self.assertEqual(taskset.counts.resets, taskset.counts.closes)
+
+    def test_a_taskset_that_hangs_is_reported(self):
+        engine, taskset, over = Engine(), Lucky(), threading.Event()
+        task = taskset.task
+
+        def hangs(split, seed, index):
+            if index:
+                over.wait(30)
+            return task(split, seed, index)
+
+        taskset.task = hangs
+        groups = groups_lib.Groups(1, 0)
+        made = make(engine, taskset, groups)
+
+        async def run():
+            playing = asyncio.create_task(made.run())
+            try:
+                await made.take(30)
+                made.published(1)
+                await made.take(0.3)
+            finally:
+                over.set()
+                playing.cancel()
+                await asyncio.wait({playing})
+
+        words = "no episode has advanced .* has been making group 1's task for 0 s"
+        with self.assertRaisesRegex(orchestrator_lib.StalledError, words):
+            asyncio.run(run())
 
     def test_a_taskset_without_a_task_ends_the_run(self):
         engine, taskset = Engine(), Lucky()

@@ -21,6 +21,7 @@ import asyncio
 import collections
 import dataclasses
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 from absl import logging
 
@@ -38,6 +39,8 @@ _NOTHING = (proofs.NOTHING,) * 64
 _NONSENSE = ({**proofs.NOTHING, "content": "Ozymandias 17"},)
 _SHOWN = 100  # characters
 _CLOSE_SECONDS = 60.0
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +156,7 @@ class Canaries:
         while True:
             canary = await self._waiting.get()
             task, tally = canary.task, self._tallies[canary.task.tag, canary.kind]
-            turns = await asyncio.to_thread(self._turns, canary, tally.number)
+            turns = await self._in_thread(self._turns, canary, tally.number)
             tally.note(None if turns is None else await self._is_paid(task, turns))
             if tally.is_too_much() and not await self._do_share(task, tally):
                 assert turns is not None, "what is paid was played"
@@ -193,7 +196,7 @@ class Canaries:
             return False
         paid = []
         for other in tally.tasks:
-            known = await asyncio.to_thread(self._known, other)
+            known = await self._in_thread(self._known, other)
             if known and len(known.right) == 1:
                 paid.append(await self._is_paid(task, known.right))
         is_most = 2 * sum(map(bool, paid)) > len(paid)
@@ -212,11 +215,15 @@ class Canaries:
             environment = self._taskset.environment()
             assert isinstance(environment, protocol.Environment)
             try:
-                async with asyncio.timeout(self._seconds):
-                    said = await proofs.played(environment, task, turns)
+                said = await calls.bounded(
+                    lambda: proofs.played(environment, task, turns),
+                    self._seconds,
+                    guest=environment,
+                )
             finally:
-                await calls.finished(_close(environment))
-        except TimeoutError:
+                close = calls.bounded(environment.close, _CLOSE_SECONDS, environment)
+                await calls.finished(close)
+        except (calls.LateError, TimeoutError):
             pass
         except Exception as error:  # an environment may be anybody's
             said = f"{type(error).__name__}: {error}"
@@ -226,6 +233,18 @@ class Canaries:
             )
             return None
         return said >= 1
+
+    async def _in_thread(self, function: Callable[..., T], *args: Any) -> T | None:
+        """Returns what a taskset makes in a thread; None: it takes too long."""
+        try:
+            return await calls.bounded(
+                lambda: asyncio.to_thread(function, *args), self._seconds, guest=self
+            )
+        except calls.LateError as error:
+            logging.log_every_n_seconds(
+                logging.WARNING, "No attempts of a task for canaries: %s.", 600, error
+            )
+            return None
 
     def _known(self, task: protocol.Task) -> proofs.Attempts | None:
         """Returns the right and wrong turns that the taskset knows."""
@@ -237,8 +256,3 @@ class Canaries:
             )
             return None
         return known if known and known.right else None
-
-
-async def _close(environment: protocol.Environment) -> None:
-    async with asyncio.timeout(_CLOSE_SECONDS):
-        await environment.close()

@@ -93,6 +93,8 @@ class Orchestrator:
         # Groups whose files are not needed once the step's own is written.
         self._over: collections.deque[list[int]] = collections.deque()  # by step
         self._dropped: list[int] = []  # of the next step
+        # The group whose task is being made, and since when.
+        self._making: tuple[int, float] | None = None
         # Groups of before a kill that wait for room to go on, by index.
         self._resumed: dict[int, journal_lib.Known] = {}
 
@@ -192,8 +194,7 @@ class Orchestrator:
             if not self.groups.resume(known.index, known.version):
                 self._journal.forget(known.index)
                 continue
-            jobs = await asyncio.to_thread(self._jobs, known.index)
-            self._starving.began(jobs[0].task.tag)
+            jobs = await self._made(known.index)
             self._resumed[known.index] = known
             self.places.add(known.index, jobs)
 
@@ -207,10 +208,16 @@ class Orchestrator:
                 return group
             if (index := self.groups.begin()) is None:
                 break
-            jobs = await asyncio.to_thread(self._jobs, index)
-            self._starving.began(jobs[0].task.tag)
-            self.places.add(index, jobs)
+            self.places.add(index, await self._made(index))
         return None
+
+    async def _made(self, index: int) -> Jobs:
+        """Returns the episodes of a group, whose task its taskset makes."""
+        self._making = index, time.monotonic()
+        jobs = await asyncio.to_thread(self._jobs, index)
+        self._making = None
+        self._starving.began(jobs[0].task.tag)
+        return jobs
 
     def _skip_paused(self) -> None:
         """Ends the groups that have not begun and whose tag is paused."""
@@ -346,11 +353,17 @@ class Orchestrator:
 
     def _stalled(self, seconds: float) -> str:
         ledger = {k: v for k, v in sorted(self.groups.ledger().items()) if v}
+        waits = ""
+        if self._making is not None:
+            index, began = self._making
+            age = f"{time.monotonic() - began:.0f} s"
+            waits = f" The taskset has been making group {index}'s task for {age}."
         return (
             f"no episode has advanced for {seconds:g} s: {self.places.num_under_way} "
             f"episodes are under way, {self._engine.num_waiting} wait for an engine, "
             f"the oldest for {self._engine.longest_wait():.0f} s; groups: {ledger}, of "
             f"which {len(self.places.waiting)} wait for a place of rl.concurrency."
+            f"{waits}"
         )
 
 
