@@ -39,6 +39,13 @@ class Lottery:
         pass
 
 
+class Slow(Lottery):
+    """Its environments think for 0.2 s."""
+
+    def __init__(self):
+        super().__init__(seconds=0.2)
+
+
 class Patient(Lottery):
     """After some answers, those of training wait for an evaluation of eight tasks.
 

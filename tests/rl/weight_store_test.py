@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from concurrent import futures
 from typing import Any
 from unittest import mock
 
@@ -374,7 +375,7 @@ class _Sharded:
         return self.whole.dtype
 
 
-class UrlTest(absltest.TestCase):
+class UrlTest(parameterized.TestCase):
     """The folder behind a socket."""
 
     @classmethod
@@ -418,11 +419,35 @@ class UrlTest(absltest.TestCase):
             with self.assertRaises(FileNotFoundError):
                 source.get(path)
 
-    def test_a_silent_end_is_an_error(self) -> None:
+    def test_an_end_that_refuses_is_an_error(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
         with self.assertRaisesRegex(manifest.StoreError, "refused"):
             reader.Reader(sources.Url(f"http://127.0.0.1:{port}")).follow()
+
+    @parameterized.parameters(b"", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n[[0")
+    def test_a_silent_end_is_an_error(self, begun: bytes) -> None:
+        """It takes the connection, and hangs before or in the midst of its answer."""
+        over = threading.Event()
+
+        def answer(listener: socket.socket) -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(begun)
+                over.wait(30)
+
+        with (
+            socket.create_server(("127.0.0.1", 0)) as listener,
+            futures.ThreadPoolExecutor() as threads,
+            mock.patch.object(sources, "_TIMEOUT", 0.2),
+        ):
+            threads.submit(answer, listener)
+            source = sources.Url(f"http://127.0.0.1:{listener.getsockname()[1]}")
+            try:
+                with self.assertRaisesRegex(manifest.StoreError, "timed out"):
+                    reader.Reader(source).follow()
+            finally:
+                over.set()
 
 
 class PlaceTest(parameterized.TestCase):

@@ -1,4 +1,7 @@
-"""SIGKILL at random moments of asynchronous reinforcement learning."""
+"""SIGKILL at random moments of reinforcement learning.
+
+GLM5_JAX_KILLS=20 python -m pytest -m slow tests/training/async_kill_test.py
+"""
 
 import os
 import pathlib
@@ -13,6 +16,7 @@ from glm5_jax.rl import episode_files
 from glm5_jax.training import replay
 from glm5_jax.training.reporting import metrics
 from tests import environment, runs
+from tests.training import rl_runs
 
 KILLS = int(os.environ.get("GLM5_JAX_KILLS", "3"))
 ROOT = pathlib.Path(__file__).parents[2]
@@ -20,13 +24,18 @@ MOST = 16  # answers of a life that is killed, as two steps need
 NUM_STEPS = 2 * KILLS + 4  # more than such lives can take
 
 
-@pytest.mark.slow  # a minute, most of which compiles
+@pytest.mark.slow  # two minutes, most of which compile
 class KillTest(runs.OneDeviceTest):
-    def test_a_killed_run_loses_no_group_and_none_is_too_old(self):
-        """An answer takes 0.2 s, so kills come in rollouts, updates and saves."""
-        run = self.root / "run"
-        command = [sys.executable, "-m", "tests.training.rl_runs", run, "0.2"]
-        command.append(str(NUM_STEPS))
+    def run_to_the_end(self, folder, *arguments):
+        command = [sys.executable, "-m", "tests.training.rl_runs", folder, *arguments]
+        subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+
+    def killed(self, folder, *arguments):
+        """Kills lives of a run; an answer takes 0.2 s.
+
+        So they are killed in rollouts, updates and saves.
+        """
+        command = [sys.executable, "-m", "tests.training.rl_runs", folder, *arguments]
         rng = np.random.default_rng(0)
         for _ in range(KILLS):
             with subprocess.Popen(
@@ -37,7 +46,11 @@ class KillTest(runs.OneDeviceTest):
                 time.sleep(rng.uniform(0, 0.4))
                 process.kill()
             self.assertLess(process.returncode, 0, "it ended by itself")
-        subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+
+    def test_a_killed_run_loses_no_group_and_none_is_too_old(self):
+        run, arguments = self.root / "run", ("0.2", str(NUM_STEPS), "2")
+        self.killed(run, *arguments)
+        self.run_to_the_end(run, *arguments)
 
         records = metrics.read(run / "metrics.jsonl")
         self.assertEqual([r["step"] for r in records], [*range(1, NUM_STEPS + 1)])
@@ -50,6 +63,15 @@ class KillTest(runs.OneDeviceTest):
         # Groups that began and were not learnt from are those under way at the end.
         self.assertLessEqual(max(learnt), 2 * NUM_STEPS + 2 * 2)
         self.assertTrue(replay.replay(run).is_same)
+
+    def test_a_killed_synchronous_run_ends_with_the_same_bits(self):
+        calm, run = self.root / "calm", self.root / "synchronous"
+        self.run_to_the_end(calm, "0", str(NUM_STEPS))
+        self.killed(run, "0.2", str(NUM_STEPS))
+        self.run_to_the_end(run, "0.2", str(NUM_STEPS))
+        config = rl_runs.make_config(num_steps=NUM_STEPS)
+        rl_runs.assert_same_state(run, calm, config)
+        self.assertEqual(*map(rl_runs.computed, (run, calm)))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -69,27 +70,30 @@ def command(workdir, **changes):
 
 
 class ProcessesTest(runs.FolderTest):
-    def run_to_the_end(
-        self, workdir, meanwhile=lambda child: None, flags=(), variables=(), **changes
-    ):
-        log = self.root / f"{workdir.name}.log"
-        with log.open("wb") as file:
+    def trained(self, workdir, flags=(), variables=(), **changes):
+        """Returns the process of a run, which ends with the test."""
+        with (self.root / f"{workdir.name}.log").open("wb") as log:
             child = subprocess.Popen(
                 [*command(workdir, **changes), *flags],
                 cwd=ROOT,
                 env={**os.environ, **VARIABLES, **dict(variables)},
-                stdout=file,
+                stdout=log,
                 stderr=subprocess.STDOUT,
             )
-            try:
-                meanwhile(child)
-                code = child.wait(SECONDS)
-            finally:
-                child.kill()
-                child.wait()
-        self.assertEqual(code, 0, log.read_text()[-4000:])
+        self.addCleanup(child.wait)
+        self.addCleanup(child.kill)
+        return child
+
+    def run_to_the_end(
+        self, workdir, meanwhile=lambda child: None, flags=(), variables=(), **changes
+    ):
+        child = self.trained(workdir, flags, variables, **changes)
+        meanwhile(child)
+        code = child.wait(SECONDS)
+        log = (self.root / f"{workdir.name}.log").read_text()
+        self.assertEqual(code, 0, log[-4000:])
         # jax has threads by then, so a fork may hang; its warning is all that tells.
-        self.assertNotIn("os.fork()", log.read_text())
+        self.assertNotIn("os.fork()", log)
         return metrics.read(workdir / "metrics.jsonl")
 
     def test_one_command_starts_all_of_it(self):
@@ -145,6 +149,65 @@ class ProcessesTest(runs.FolderTest):
         np.testing.assert_allclose(learnt["one"], learnt["two"], rtol=1e-5)
         self.assertEmpty([*store.glob("shared_episodes*")])
         self.assertLessEqual(len([*store.iterdir()]), 6)  # old versions are deleted
+
+    @pytest.mark.slow
+    def test_a_trainer_of_two_processes_learns_its_kept_steps_again(self):
+        """All of it is killed some steps after a checkpoint; the servers stay."""
+        start, store = self.root / "start_two", self.root / "weights_two"
+        self.run_to_the_end(start, **{"rl.num_engines": 0, "num_steps": 1})
+        store.mkdir()
+        _, url = self.started("serve", *server_of(start, store))
+        self.wait_for(f"{url}/health")
+        every, num_steps = 8, 24
+        changes = {
+            "init_from": start,
+            "rl.environment": "tests.rl.lottery:Slow",
+            "rl.num_engines": 0,
+            "rl.servers": url,
+            "rl.weights_store": store,
+            "mesh.data": 2,
+            "num_steps": num_steps,
+            "checkpoint_every": every,
+            "sample_tokens": 0,
+        }
+        flags = ["--simulate_processes=2"]
+        variables = {**KEY, "JAX_NUM_CPU_DEVICES": "2"}
+        workdir = self.root / "two_killed"
+        child = self.trained(workdir, flags, variables, **changes)
+        runs.wait_for_steps(workdir, child, every + 4)
+        children = chaos.children_of(child.pid)
+        child.kill()
+        child.wait()
+        self.assertEmpty(chaos.wait_for_end(children))
+        before = metrics.read(workdir / "metrics.jsonl")
+        kept = episode_files.numbers(workdir)
+        self.assertBetween(kept[-1], every + 4, num_steps - 1)
+        files = [episode_files.path_of(workdir, n).read_bytes() for n in kept]
+
+        records = self.run_to_the_end(
+            workdir, flags=flags, variables=variables, **changes
+        )
+        self.assertEqual([r["step"] for r in records], [*range(1, num_steps + 1)])
+        log = (workdir / "logs" / "process_0.log").read_text()
+        (first,) = re.findall(r"Resumes from step (\d+)", log)
+        again = [n for n in kept if n > int(first)]
+        said = re.findall(r"Step (\d+) learns again", log)
+        self.assertEqual([*map(int, said)], again)
+        for name in ("train/loss", "train/grad_norm", "groups/begun"):
+            old, new = (
+                [r[name] for r in some[: kept[-1]]] for some in (before, records)
+            )
+            self.assertEqual(new[: len(old)], old)  # bit for bit
+        left = [episode_files.path_of(workdir, n).read_bytes() for n in kept]
+        self.assertEqual(left, files)
+        steps = episode_files.read_whole(workdir, range(1, num_steps + 1))
+        learnt = [group[0].group for step in steps for group in step.groups]
+        self.assertLen(set(learnt), 2 * num_steps)
+        self.assertLess(max(r["rl/logprob_gap"] for r in records), 1e-5)
+        self.assertLessEqual(max(r["rollout/staleness_max"] for r in records), 2)
+        ledger = {k: v for k, v in records[-1].items() if k.startswith("groups/")}
+        self.assertEqual(ledger.pop("groups/begun"), sum(ledger.values()))
+        self.assertNotIn("groups/dropped_stale", ledger)
 
     @pytest.mark.slow
     def test_servers_without_a_shared_folder_evaluate_beside_at_one_version(self):

@@ -117,9 +117,13 @@ def by_path(params):
 
 
 def main():
-    """A run with slow environments, to be killed: WORKDIR, seconds, steps if stale."""
+    """A run with slow environments, to be killed: WORKDIR, seconds, steps, staleness.
+
+    Without a staleness it is of stage rl.
+    """
     environment.configure()
-    taskset = Lottery(seconds=float(sys.argv[2]))
+    workdir, seconds, num_steps, *staleness = sys.argv[1:]
+    taskset = Lottery(seconds=float(seconds))
     answered = taskset.step
 
     async def step(message):
@@ -131,9 +135,10 @@ def main():
         runs.use_devices(),
         mock.patch.object(environments, "make", return_value=taskset),
     ):
-        num_steps = [int(given) for given in sys.argv[3:]]
-        config = make_async(2, num_steps=num_steps[0]) if num_steps else make_config()
-        loop.train(config, pathlib.Path(sys.argv[1]))
+        changes = {"num_steps": int(num_steps)}
+        is_stale = [make_async(int(n), **changes) for n in staleness]
+        config = is_stale[0] if is_stale else make_config(**changes)
+        loop.train(config, pathlib.Path(workdir))
 
 
 if __name__ == "__main__":

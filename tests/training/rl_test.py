@@ -468,18 +468,22 @@ class KillTest(parameterized.TestCase):
         root = pathlib.Path(self.create_tempdir().full_path)
         config = rl_runs.make_config()
         command = [sys.executable, "-m", "tests.training.rl_runs"]
-        subprocess.run([*command, root / "a", "0"], check=True, cwd=ROOT)
+        steps = str(config.num_steps)
+        subprocess.run([*command, root / "a", "0", steps], check=True, cwd=ROOT)
         process = subprocess.Popen(
-            [*command, root / "b", "0.5"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+            [*command, root / "b", "0.5", steps],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         self.addCleanup(process.stdout.close)
         for _ in range(3 * config.rl.num_rows + 3):
             self.assertEqual(process.stdout.readline(), "answer\n")
         process.kill()
         process.wait()
-        steps = [record["step"] for record in metrics.read(root / "b/metrics.jsonl")]
-        self.assertEqual(steps, [1, 2, 3])  # it died in the rollouts of the fourth
-        subprocess.run([*command, root / "b", "0"], check=True, cwd=ROOT)
+        done = [record["step"] for record in metrics.read(root / "b/metrics.jsonl")]
+        self.assertEqual(done, [1, 2, 3])  # it died in the rollouts of the fourth
+        subprocess.run([*command, root / "b", "0", steps], check=True, cwd=ROOT)
         rl_runs.assert_same_state(root / "b", root / "a", config)
         self.assertEqual(*(rl_runs.computed(root / name) for name in "ab"))
 

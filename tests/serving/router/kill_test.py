@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import unittest
@@ -40,6 +41,7 @@ class KillTest(absltest.TestCase, unittest.IsolatedAsyncioTestCase):
     arguments = (sys.executable, "-m", "tests.serving.router.light")
     stream: ClassVar = {"max_tokens": 40, "pause": 0.02}
     whole: ClassVar = {"pause": 0.5}
+    checks = CHECKS
     seconds = 60  # for the processes to start
 
     async def asyncSetUp(self):
@@ -50,7 +52,7 @@ class KillTest(absltest.TestCase, unittest.IsolatedAsyncioTestCase):
         self.servers = local.Servers(
             self.arguments, [launch.environ(1)] * 3, [set()] * 3, folder
         )
-        options = app.Options(checks=CHECKS)
+        options = app.Options(checks=self.checks)
         started = light.routing_to([], options)
         self.begun = collections.Counter()  # streams with text, by replica
         self.url, self.router = await stack.enter_async_context(started)
@@ -148,6 +150,30 @@ class ServeKillTest(KillTest):
 
     def check(self, done):
         self.assertTrue(all(done))
+
+
+@pytest.mark.filterwarnings("ignore:os.fork")
+class StoppedTest(KillTest):
+    """A process is stopped: it is there, its sockets too, and it answers nothing."""
+
+    checks = health.Checks(seconds=0.1, max_seconds=0.5, lost_seconds=0.5)
+    test_nothing_is_lost_that_had_no_byte = None
+
+    async def test_a_process_that_is_stopped_is_ended_and_its_requests_are_answered(
+        self,
+    ):
+        self.enterContext(mock.patch.object(local, "_HUNG_SECONDS", 2.0))
+        wholes = [asyncio.create_task(self.ask_whole(i)) for i in range(NUM_WHOLE)]
+        replica = next(iter(self.router.pool.replicas.values()))
+        await light.until(lambda: replica.load, self.seconds)
+        stopped = self.servers.processes[0]
+        stopped.send_signal(signal.SIGSTOP)
+        for status, text in await asyncio.gather(*wholes):
+            self.assertEqual(status, 200, text)
+        await light.until(lambda: stopped.poll() is not None, self.seconds)
+        self.assertEqual(stopped.returncode, -signal.SIGKILL)
+        await self.until_ready(3)  # it has been started again
+        self.assertNotEqual(self.servers.processes[0].pid, stopped.pid)
 
 
 @pytest.mark.filterwarnings("ignore:os.fork")
