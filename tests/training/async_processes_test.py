@@ -150,7 +150,7 @@ class ProcessesTest(runs.FolderTest):
         self.assertEmpty([*store.glob("shared_episodes*")])
         self.assertLessEqual(len([*store.iterdir()]), 6)  # old versions are deleted
 
-    @pytest.mark.slow
+    @pytest.mark.slow  # 40 s
     def test_a_trainer_of_two_processes_learns_its_kept_steps_again(self):
         """All of it is killed some steps after a checkpoint; the servers stay."""
         start, store = self.root / "start_two", self.root / "weights_two"
