@@ -142,6 +142,7 @@ class JournalTest(runs.FolderTest):
             journal.close()
             _, journal = self.again()
             self.assert_comes_back(journal, both)
+            journal.close()  # its thread still writes what it has read
 
     def test_a_turn_after_one_that_is_left_out_is_left_out_too(self):
         """As where the next server has older weights."""
@@ -156,6 +157,7 @@ class JournalTest(runs.FolderTest):
             self.assert_comes_back(journal, turns[:1])
             found = [journal.repeated(request) for request, _ in turns[1:]]
             self.assertEqual(found, [None] * 3)
+            journal.close()
 
     def test_the_same_prompt_asked_twice_gets_both_answers_in_order(self):
         self.write(
