@@ -28,7 +28,7 @@ class Threads(futures.ThreadPoolExecutor):
 
     def __init__(self, most: int = _MOST, seconds: float = _LATE_SECONDS) -> None:
         """Starts no thread yet."""
-        super().__init__(1)
+        super().__init__(1)  # a loop takes no other class; its own thread never starts
         self._most, self._seconds = most, seconds
         self._change = threading.Condition()
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
