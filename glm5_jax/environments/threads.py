@@ -104,25 +104,27 @@ class Threads(futures.ThreadPoolExecutor):
 
     def _work(self, number: int) -> None:
         """Is a thread."""
-        with self._change:
+        with self._change:  # held from waking to working: else others are started
             self._num_waking -= 1
-        while (call := self._next(number)) is not None:
+            call = self._next(number)
+        while call is not None:
             call()
+            with self._change:
+                self._prompt.pop(number, None)
+                call = self._next(number)
 
     def _next(self, number: int) -> Callable[[], None] | None:
-        """Waits for a call of a thread; returns None after `shutdown`."""
-        with self._change:
-            self._prompt.pop(number, None)
-            while not self._calls or len(self._prompt) >= self._most:
-                if self._shutdown:
-                    return None
-                self._num_idle += 1
-                self._change.wait()
-                if self._shutdown and not self._calls:
-                    return None
-                self._num_waking -= 1
-            self._prompt[number] = time.monotonic()
-            return self._calls.popleft()
+        """Waits for a thread's call; None after `shutdown`. The lock is held."""
+        while not self._calls or len(self._prompt) >= self._most:
+            if self._shutdown:
+                return None
+            self._num_idle += 1
+            self._change.wait()
+            if self._shutdown and not self._calls:
+                return None
+            self._num_waking -= 1
+        self._prompt[number] = time.monotonic()
+        return self._calls.popleft()
 
     def _watch(self) -> None:
         """Lets other threads take the place of late ones while calls wait."""

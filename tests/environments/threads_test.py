@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent import futures
 
 from absl.testing import absltest
 
@@ -62,7 +63,15 @@ class ThreadsTest(absltest.TestCase):
         found = [made.submit(call, number) for number in range(100)]
         self.assertEqual([future.result() for future in found], [*range(100)])
         self.assertEqual(most[0], 3)
-        self.assertLessEqual(made._number, 3)  # threads
+
+    def test_no_more_threads_start_than_run_at_once(self):
+        """Though calls come while a thread begins."""
+        for _ in range(50):
+            made = threads.Threads(3, 60.0)
+            found = [made.submit(time.sleep, 0.0002) for _ in range(12)]
+            futures.wait(found)
+            made.shutdown()
+            self.assertLessEqual(made._number, 3)
 
     def test_calls_that_hang_give_way(self):
         made = self.made()
