@@ -14,7 +14,7 @@ batch dims, which count matrices. A head dim merges with the dim after it.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -77,10 +77,6 @@ class Layout:
     rows: tuple[int, ...]
     cols: tuple[int, ...]
     cut: tuple[int, int] | None = None  # (dim, index) at which a fused weight is cut
-
-    def map(self, function: Callable[[Array], Array], x: Array) -> Array:
-        """Applies a function of [..., rows, cols] to the matrices of an array."""
-        return self.join([function(part) for part in self.split(x)], x.shape)
 
     def split(self, x: Array) -> list[Array]:
         """Returns the matrices [..., rows, cols] of an array, or of its two parts."""

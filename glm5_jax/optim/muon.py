@@ -16,7 +16,7 @@ adds weight decay and learning rate in optimizer.py, `muon_split` for other prog
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -32,6 +32,9 @@ from glm5_jax.optim import muon_mesh, newton_schulz
 
 Layout = numbers_lib.Layout
 Function = Callable[[Array], Array]  # orthogonalises [..., rows, cols]
+# Elements of an array whose matrices share a call with those of others: 16 MiB. They
+# are copied for it.
+_MOST_TOGETHER = 1 << 22
 
 
 def muon_split(
@@ -132,9 +135,11 @@ def scale_by_muon_split(
     def update(updates: optax.Updates, _: optax.Params | None) -> optax.Updates:
         leaves, tree = jax.tree.flatten(updates)
         layouts = _layouts(dimension_numbers, updates)
-        if specs is None or jax.sharding.get_abstract_mesh().size <= 1:
-            here = functools.partial(_orthogonalized, function, update_rms)
-            return tree.unflatten(map(here, leaves, layouts))
+        is_alone = jax.sharding.get_abstract_mesh().size <= 1
+        if specs is None or is_alone:
+            most = _MOST_TOGETHER if is_alone else 0
+            scaled = functools.partial(_orthogonalized, function, update_rms)
+            return tree.unflatten(_each_matrix(scaled, leaves, layouts, most))
         mapped = _on_mesh(function, dtype, updates, layouts, specs, slow_axes)
         return tree.unflatten(_scaled(update_rms, layouts, mapped))
 
@@ -202,12 +207,49 @@ def _at_paths(tree: optax.Params | None, updates: optax.Updates, kind: type) -> 
     return {path: values.get(path) for path, _ in jax.tree.leaves_with_path(updates)}
 
 
-def _orthogonalized(
-    orthogonalize: Function, rms: float, x: Array, layout: Layout
-) -> Array:
-    """Returns S for every matrix of x = U, without communication."""
-    # `map` views x as matrices [..., rows, cols], by its dimension numbers.
-    return layout.map(lambda m: rms * max(m.shape[-2:]) ** 0.5 * orthogonalize(m), x)
+def _each_matrix(
+    function: Function, arrays: Sequence[Array], layouts: Sequence[Layout], most: int
+) -> list[Array]:
+    """Applies a function of [..., rows, cols] to every matrix, without communication.
+
+    Matrices of one shape, or of its transpose, share a call, whichever arrays they are
+    of: each call is a loop of its own to trace and compile. Arrays of more than `most`
+    elements keep calls of their own, as theirs need no copy.
+    """
+    split = [layout.split(x) for layout, x in zip(layouts, arrays, strict=True)]
+    calls: dict[Hashable, list[tuple[int, int]]] = {}
+    for i, parts in enumerate(split):
+        for j, x in enumerate(parts):
+            sides = tuple(sorted(x.shape[-2:]))
+            key = (sides, x.dtype) if x.size <= most else (i, j)
+            calls.setdefault(key, []).append((i, j))
+    for places in calls.values():
+        done = _together(function, [split[i][j] for i, j in places])
+        for (i, j), x in zip(places, done, strict=True):
+            split[i][j] = x
+    return [
+        layout.join(parts, x.shape)
+        for layout, parts, x in zip(layouts, split, arrays, strict=True)
+    ]
+
+
+def _together(function: Function, parts: Sequence[Array]) -> list[Array]:
+    """Applies a function to [..., rows, cols] of one shape, or of its transpose."""
+    if len(parts) == 1:
+        return [function(parts[0])]
+    wide = [x.mT if x.shape[-2] > x.shape[-1] else x for x in parts]
+    stacks = [x.reshape(-1, *x.shape[-2:]) for x in wide]
+    ends = np.cumsum([len(stack) for stack in stacks])
+    done = jnp.split(function(jnp.concatenate(stacks)), ends[:-1])
+    return [
+        y.reshape(w.shape).mT if w.shape != x.shape else y.reshape(x.shape)
+        for x, w, y in zip(parts, wide, done, strict=True)
+    ]
+
+
+def _orthogonalized(orthogonalize: Function, rms: float, x: Array) -> Array:
+    """Returns S for every matrix [..., rows, cols] of x = U."""
+    return rms * max(x.shape[-2:]) ** 0.5 * orthogonalize(x)
 
 
 def _on_mesh(

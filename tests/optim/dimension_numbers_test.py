@@ -68,12 +68,12 @@ class DimensionNumbersTest(parameterized.TestCase):
 
 
 class LayoutTest(parameterized.TestCase):
-    def test_map_hands_out_the_matrices_and_puts_them_back(self):
+    def test_split_hands_out_the_matrices_and_join_puts_them_back(self):
         w_LQNH = jax.random.normal(jax.random.key(0), (2, 5, 3, 10))
         layout = dimension_numbers.DimensionNumbers(1, 3).layout(4)
-        seen = []
-        result = layout.map(lambda m: seen.append(m) or 2 * m, w_LQNH)
-        np.testing.assert_array_equal(seen[0], w_LQNH.transpose(0, 2, 1, 3))
+        (matrices,) = layout.split(w_LQNH)
+        np.testing.assert_array_equal(matrices, w_LQNH.transpose(0, 2, 1, 3))
+        result = layout.join([2 * matrices], w_LQNH.shape)
         np.testing.assert_array_equal(result, 2 * w_LQNH)
 
 

@@ -166,7 +166,7 @@ class MapMatricesTest(parameterized.TestCase):
         rng = np.random.default_rng(0)
         arrays = [rng.normal(size=x[0]).astype(np.float32) for x in cls.LEAVES]
         apply = lambda *arrays: [
-            layout.map(cls.function, x)
+            layout.join([cls.function(m) for m in layout.split(x)], x.shape)
             for layout, x in zip(layouts, arrays, strict=True)
         ]
         return layouts, arrays, jax.device_get(jax.jit(apply)(*arrays))

@@ -15,7 +15,7 @@ from optax import contrib
 
 from glm5_jax import config as config_lib
 from glm5_jax import optim
-from glm5_jax.optim import muon, newton_schulz, optimizer
+from glm5_jax.optim import dimension_numbers, muon, newton_schulz, optimizer
 from tests import environment
 from tests.optim.loops import in_float64
 
@@ -134,6 +134,50 @@ class ScaleByMuonSplitTest(parameterized.TestCase):
         parts = [updates([p], dims, FLOAT32) for p in np.split(w, [index], -1)]
         got = updates([w], dims, config)
         np.testing.assert_allclose(got, np.concatenate(parts, -1), atol=ROUNDING)
+
+
+class EachMatrixTest(parameterized.TestCase):
+    """Matrices of one shape share a call, which is a loop to compile."""
+
+    LEAVES = (  # the shape of an array, and its DimensionNumbers
+        ((2, 5, 3, 10), {"rows": 1, "cols": 3}),  # [2, 3] matrices of 5 rows
+        ((10, 5), {"rows": 0, "cols": 1}),
+        ((4, 12, 5), {"rows": 1, "cols": 2, "cut": (1, 10)}),  # 10 rows, and 2
+        ((7, 7), {"rows": 0, "cols": 1}),
+        ((5, 10, 9), {"rows": 0, "cols": 1}),  # too large to share
+    )
+
+    @parameterized.parameters((400, 4), (10**6, 3), (0, 6))
+    def test_as_one_by_one(self, most, num_calls):
+        arrays = [normal(*shape, seed=i) for i, (shape, _) in enumerate(self.LEAVES)]
+        layouts = [
+            dimension_numbers.DimensionNumbers(**numbers).layout(len(shape))
+            for shape, numbers in self.LEAVES
+        ]
+        calls = []
+
+        def function(x):  # as Newton-Schulz: the transpose's result is transposed
+            calls.append(x.shape)
+            return x @ x.mT @ x / (1 + jnp.sum(x**2, (-2, -1), keepdims=True))
+
+        got = muon._each_matrix(function, list(map(jnp.asarray, arrays)), layouts, most)
+        self.assertLen(calls, num_calls)
+        for x, layout, result in zip(arrays, layouts, got, strict=True):
+            parts = [
+                m @ m.mT @ m / (1 + (m**2).sum((-2, -1), keepdims=True))
+                for m in layout.split(jnp.asarray(x))
+            ]
+            expected = layout.join(parts, x.shape)
+            np.testing.assert_allclose(result, expected, atol=ROUNDING)
+
+    def test_a_mesh_whose_compiler_chooses_copies_nothing(self):
+        params = {"a": normal(8, 4), "b": normal(8, 4, seed=1)}
+        transform = muon.scale_by_muon_split()
+        state = transform.init(params)
+        program = lambda: str(jax.make_jaxpr(transform.update)(params, state))
+        self.assertIn("concatenate", program())
+        with jax.set_mesh(jax.make_mesh((2,), ("data",))):
+            self.assertNotIn("concatenate", program())
 
 
 class MuonSplitTest(parameterized.TestCase):
