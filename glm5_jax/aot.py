@@ -30,7 +30,8 @@ _SLICES = flags.DEFINE_integer("slices", None, "Slices; default: mesh.slices.")
 _PROGRAM = flags.DEFINE_string(
     "program",
     "train",
-    "train (any stage); init, restore or save (its state); prefill, extend or decode.",
+    "train (any stage); init, restore or save (its state); push (its weights to "
+    "servers); prefill, extend or decode.",
 )
 _NUM_DRAFTS = flags.DEFINE_integer(
     "num_drafts",

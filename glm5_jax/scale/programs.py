@@ -17,7 +17,7 @@ from glm5_jax.model import expert_rounds, transformer
 from glm5_jax.quantization import schemes
 from glm5_jax.training import program as program_lib
 
-OF_A_RUN = ("train", "init", "restore", "save")
+OF_A_RUN = ("train", "init", "restore", "save", "push")
 NAMES = (*OF_A_RUN, "prefill", "extend", "decode")
 NUM_STOP_IDS = 4
 
@@ -84,7 +84,7 @@ def make(
         return _serving(config, mesh, name, serving)
     program = program_lib.make_program(config, mesh)
     if name != "train":
-        return _of_state(program, name)
+        return _of_state(program, name, config.model)
     return Job(
         name=name,
         mesh=mesh,
@@ -125,11 +125,15 @@ def require_whole_rows(
     checks.require(*config.batch_rules(num_shares))
 
 
-def _of_state(program: program_lib.Program, name: str) -> Job:
+def _of_state(
+    program: program_lib.Program, name: str, model: config_lib.ModelConfig
+) -> Job:
     """Returns a program that a run applies to its state outside of its steps.
 
     init draws the state. restore allocates it for the hosts to fill, and computes
-    nothing. save tests whether it is finite and copies it to the hosts' memory.
+    nothing. save tests whether it is finite and copies it to the hosts' memory. push
+    rounds the parameters as stage async_rl does for the servers, where they are: what
+    a host then writes is what its devices hold.
     """
     state, names = (program.params, program.opt_state), ("params", "opt_state")
     places = program_lib.places(state)
@@ -141,6 +145,9 @@ def _of_state(program: program_lib.Program, name: str) -> Job:
         empty = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
         step = jax.jit(empty, out_shardings=places)
         return Job(name, program.mesh, step, (), (), num_tokens=0)
+    if name == "push":
+        step = jax.jit(functools.partial(transformer.cast, config=model))
+        return Job(name, program.mesh, step, state[:1], names[:1], num_tokens=0)
     on_hosts = jax.tree.map(lambda place: place.with_memory_kind("pinned_host"), places)
     save = lambda *state: (arrays.total(state), state)
     step = jax.jit(save, out_shardings=(None, on_hosts))

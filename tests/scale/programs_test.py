@@ -112,6 +112,15 @@ class StateTest(parameterized.TestCase):
         for name in ("restore", "save"):
             self.assertLess(sizes[name].temporaries, needed / 5)
 
+    def test_a_push_is_half_of_the_parameters_and_sends_nothing(self):
+        mesh = mesh_lib.make_mesh(MESH)
+        made = compile_lib.compile(programs.make(SERVING, mesh, "push"))
+        self.assertEqual(made.sizes.arguments, sum(a.device_bytes for a in made.arrays))
+        # The matrices become bfloat16; the norms, the router and the head stay.
+        self.assertBetween(made.sizes.outputs / made.sizes.arguments, 0.5, 0.6)
+        self.assertLess(made.sizes.temporaries, made.sizes.outputs / 20)
+        self.assertEmpty(made.traffic.collectives)
+
 
 @pytest.mark.aot
 class TpuTest(parameterized.TestCase):
