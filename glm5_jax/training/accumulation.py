@@ -78,7 +78,8 @@ def value_and_grad(
 
         parts = inputs_lib.parts(inputs, num_parts)
         first = jax.tree.map(lambda x: x[0], parts)
-        shapes = jax.eval_shape(one_part, params, first)
+        # A gradient has the shapes of the parameters: it is traced once, in the scan.
+        shapes = jax.eval_shape(local, params, first), params
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
         (values, grads), _ = lax.scan(add_part, zeros, parts)
         # Replicas of a parameter exchange their gradients once, after the last part.
