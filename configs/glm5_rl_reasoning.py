@@ -1,16 +1,16 @@
 """Reasoning RL of GLM-5 at the paper's numbers (arXiv 2602.15763, section 3.2).
 
-python -m glm5_jax.train --config=configs/glm5_rl_reasoning.py --config.stage=async_rl \
-    --config.rl.max_staleness=0 --config.init_from=/shared/sft \
-    --config.rl.servers=http://HOST:8000 --config.rl.weights_store=/shared/weights
+python -m glm5_jax.train --config=configs/glm5_rl_reasoning.py \
+    --config.init_from=/shared/sft --config.rl.servers=http://HOST:8000 \
+    --config.rl.weights_store=/shared/weights
 
 Servers on other chips sample (docs/async_rl.md); without staleness this is on-policy.
 Hardware: 512 v5p chips, v5p:8x8x8; 8 chips share a row, 64 rows at a time. The update
-was compiled, never run: 45.9 of 96 GiB a chip, 12,210 GiB sent for 42M tokens, 174 s
-(limited by FLOPs). Stage rl itself runs on one host. Disclosed: 32 prompts with 32
-rollouts each, beta 2, clips 0.2 and 0.28, no KL term, a frozen indexer, fully
-on-policy. Undisclosed, and therefore taken from slime's recipe: AdamW at 1e-6, betas
-0.9 and 0.98, weight decay 0.1, 32,768 new tokens, temperature 1.
+was compiled, never run: 44.2 of 96 GiB a chip, 12,210 GiB sent for 42M tokens, 111 s
+(limited by HBM). Disclosed: 32 prompts with 32 rollouts each, beta 2, clips 0.2 and
+0.28, no KL term, a frozen indexer, fully on-policy. Undisclosed, and therefore taken
+from slime's recipe: AdamW at 1e-6, betas 0.9 and 0.98, weight decay 0.1, 32,768 new
+tokens, temperature 1.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from glm5_jax import config as config_lib
 def get_config() -> ml_collections.ConfigDict:
     """Returns the config."""
     config = config_lib.TrainConfig(
-        stage="rl",
+        stage="async_rl",
         num_steps=1000,
         eval_every=50,
         checkpoint_every=20,
@@ -44,6 +44,7 @@ def get_config() -> ml_collections.ConfigDict:
             environment="reasoning_gym:gsm_symbolic",
             prompts_per_step=32,
             group_size=32,
+            max_staleness=0,
             max_new_tokens=32768,
             max_turns=1,
             slots=512,

@@ -110,6 +110,30 @@ class ProcessesTest(runs.FolderTest):
         summary = json.loads((workdir / "summary.json").read_text())
         self.assertIn("eval/success", summary)
 
+    @pytest.mark.slow  # 40 s
+    def test_a_server_without_staleness_draws_the_tokens_of_the_synchronous_stage(self):
+        """It computes them in other batches, so sums differ in their last digits."""
+        changes = {"rl.max_staleness": 0, "num_steps": 6}
+        kinds = {
+            "server": {},
+            "synchronous": {"stage": "rl", "rl.num_engines": 0},
+        }
+        drawn, learnt = {}, {}
+        for name, more in kinds.items():
+            workdir = self.root / name
+            records = self.run_to_the_end(workdir, **changes, **more)
+            learnt[name] = [r["train/grad_norm"] for r in records]
+            drawn[name] = [
+                (episode.task.id, [sample.tokens for sample in episode.samples])
+                for step in episode_files.read_whole(workdir, range(1, 7))
+                for group in step.groups
+                for episode in group
+            ]
+        self.assertLen(drawn["server"], 6 * 2 * 4)
+        self.assertEqual(drawn["server"], drawn["synchronous"])
+        self.assertGreater(min(learnt["server"]), 0.1)
+        np.testing.assert_allclose(learnt["server"], learnt["synchronous"], rtol=1e-5)
+
     @pytest.mark.slow
     def test_servers_of_others_sample_for_a_run_of_one_process_and_one_of_two(self):
         start, store = self.root / "start", self.root / "weights"

@@ -200,7 +200,7 @@ class InputTest(parameterized.TestCase):
             {"topology": "v5p:2x2x4"},
             "got 8 on 16; set it to 16, or give devices",
         ),
-        ("program", {"program": "serve"}, "save, prefill, extend, decode"),
+        ("program", {"program": "serve"}, "save, push, prefill, extend, decode"),
         ("depth", {"depth": 0}, "num_hidden_layers"),
     )
     def test_an_impossible_setting_is_told_before_compiling(self, changes, message):
