@@ -117,6 +117,84 @@ class SimulatorTest(parameterized.TestCase):
             found.tokens_per_second, found.num_tokens / found.seconds, places=9
         )
 
+    def test_steps_and_draws_of_one_machine_slow_each_other(self):
+        """Draws of 1 s after 5 s of episode; a step and the next draw begin together.
+
+        A step of 2 s: both run until the draw ends at 7, and 2 - 2 / 1.5 s of the step
+        are left. The episode takes 6 s instead of 5.
+        """
+        contention = simulator.Contention(step=1.5, draw=2.0)
+        speeds = dataclasses.replace(SPEEDS, contention=contention)
+        settings = dataclasses.replace(SETTINGS, max_staleness=1, num_steps=50)
+        found = simulator.predict(equal, speeds, settings)
+        step = 2.0 + (2.0 - 2.0 / 1.5)
+        self.assertAlmostEqual(found.seconds, 5.0 + 49 * 6.0 + step, places=6)
+        self.assertAlmostEqual(found.train_idle, 1 - 50 * step / found.seconds)
+
+    def test_a_short_step_slows_a_draw_while_it_runs(self):
+        """The step ends first: 0.75 s, in which 0.375 s of the draw are done."""
+        speeds = dataclasses.replace(
+            SPEEDS,
+            train_seconds=lambda tokens: 0.5,
+            contention=simulator.Contention(step=1.5, draw=2.0),
+        )
+        settings = dataclasses.replace(SETTINGS, max_staleness=1, num_steps=50)
+        found = simulator.predict(equal, speeds, settings)
+        self.assertAlmostEqual(found.seconds, 5.0 + 49 * 5.375 + 0.75, places=6)
+        self.assertAlmostEqual(found.train_idle, 1 - 50 * 0.75 / found.seconds)
+
+    @parameterized.parameters(
+        # Engines, factors of a step and a draw, seconds of a step of 4 s.
+        (1, 1.0, 1.0, 4.0),
+        # At half while the first draw runs (1 s), alone in its answers (1 s), at half
+        # in the second draw (2 s), alone in its answers.
+        (1, 2.0, 1.0, 1.0 + 1.0 + 2.0 + 1.5),
+        # The first draw takes 4 s, in which half of the step is done; the answers 1 s;
+        # the step then needs 1 s of work beside the second draw.
+        (1, 2.0, 4.0, 4.0 + 1.0 + 2.0),
+        (2, 2.0, 4.0, 4.0 + 1.0 + 2.0),
+    )
+    def test_a_long_step_meets_two_draws(self, engines, step, draw, seconds):
+        """The draws of `equal` take 1 and 2 s, alone and on engines of one machine."""
+        speeds = dataclasses.replace(
+            SPEEDS,
+            num_engines=engines,
+            train_seconds=lambda tokens: 4.0,
+            contention=simulator.Contention(step=step, draw=draw),
+        )
+        settings = dataclasses.replace(SETTINGS, max_staleness=1, num_steps=1)
+        found = simulator.predict(equal, speeds, settings)
+        self.assertAlmostEqual(found.seconds, 5.0 + seconds, places=6)
+
+    def test_alternating_work_does_not_meet(self):
+        """Without staleness no sequence is drawn while a step runs."""
+        speeds = dataclasses.replace(
+            SPEEDS, contention=simulator.Contention(step=3.0, draw=3.0)
+        )
+        alone = simulator.predict(unequal, SPEEDS, SETTINGS)
+        found = simulator.predict(unequal, speeds, SETTINGS)
+        self.assertAlmostEqual(found.seconds, alone.seconds)
+        self.assertAlmostEqual(found.train_idle, alone.train_idle)
+
+    def test_more_contention_is_slower_here(self):
+        settings = dataclasses.replace(SETTINGS, max_staleness=2, num_steps=30)
+        seconds = [
+            simulator.predict(
+                unequal,
+                dataclasses.replace(
+                    SPEEDS, contention=simulator.Contention(step=factor, draw=factor)
+                ),
+                settings,
+            ).seconds
+            for factor in (1.0, 1.5, 2.0, 4.0)
+        ]
+        self.assertEqual(seconds, sorted(seconds))
+        self.assertGreater(seconds[-1], 1.1 * seconds[0])
+
+    def test_contention_speeds_nobody_up(self):
+        with self.assertRaisesRegex(ValueError, "at least 1"):
+            simulator.Contention(step=0.9)
+
     def test_skipped_steps_are_not_counted(self):
         """A long run less its beginning, which is a shorter run."""
         settings = dataclasses.replace(SETTINGS, max_staleness=2, num_steps=12)

@@ -3,6 +3,8 @@
 A simulation of discrete events: engines that sample, environments that take their time,
 and a trainer, which learns from groups in the order of groups.py. An engine's active
 sequences share it: each draws a token in `step_seconds(n)` if n of them are active.
+Where trainer and engines share a machine, both slow down while both work: what is left
+of a step and of a draw then takes `Contention` times as long.
 """
 
 import collections
@@ -24,6 +26,29 @@ class Turn:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Contention:
+    """How many times longer work takes while others use the same machine.
+
+    The defaults are those of machines of their own.
+    """
+
+    step: float = 1.0  # of training, while an engine has an active sequence
+    draw: float = 1.0  # of an engine, while a step runs
+
+    def __post_init__(self) -> None:
+        """Checks the factors.
+
+        Raises:
+          ValueError: one of them is below 1.
+        """
+        if min(self.step, self.draw) < 1:
+            raise ValueError(
+                f"step and draw must be at least 1, got {self.step} and {self.draw}: "
+                f"nothing is faster beside other work."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Speeds:
     """The machines."""
 
@@ -32,6 +57,7 @@ class Speeds:
     step_seconds: Callable[[int], float]  # for a token of each of n sequences
     train_seconds: Callable[[int], float]  # for a step on n sampled tokens
     publish_seconds: float  # in which engines stand still
+    contention: Contention = Contention()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,12 +111,17 @@ class _Engine:
         self._work = self._now = self._advanced = 0.0
         self._active: list[tuple[float, int, int]] = []  # ends at this work; order; id
         self._waiting: collections.deque[tuple[int, int, int]] = collections.deque()
+        self._slowdown = 1.0  # by a step that runs
         self.idle = self.area = 0.0  # seconds; seconds times active sequences
         self.end = math.inf  # time at which the next sequence ends
 
     @property
     def num_assigned(self) -> int:
         return len(self._active) + len(self._waiting)
+
+    @property
+    def is_active(self) -> bool:
+        return bool(self._active)
 
     def add(self, order: int, id: int, tokens: int) -> None:
         self._waiting.append((tokens, order, id))
@@ -111,6 +142,14 @@ class _Engine:
     def stand_still(self, seconds: float) -> None:
         """Moves the clock on without drawing."""
         self._now += seconds
+        self._set_end()
+
+    def slow_down(self, now: float, factor: float) -> None:
+        """Draws until now as before, and from now on `factor` times as slowly."""
+        if factor == self._slowdown:
+            return
+        self.advance(now)
+        self._slowdown = factor
         self._set_end()
 
     def pop(self) -> int:
@@ -134,7 +173,20 @@ class _Engine:
         self.end = self._now + left * self._pace()
 
     def _pace(self) -> float:
-        return self._speeds.step_seconds(len(self._active))
+        return self._speeds.step_seconds(len(self._active)) * self._slowdown
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """A step of training that runs."""
+
+    end: float
+    slowdown: float = 1.0  # by engines that draw
+
+    def slowed(self, now: float, factor: float) -> "_Step":
+        """Returns it with what is left from now on taking `factor` times as long."""
+        left = (self.end - now) / self.slowdown
+        return _Step(now + left * factor, factor)
 
 
 @dataclasses.dataclass
@@ -169,13 +221,14 @@ class _Run:
         self._left: dict[int, int] = {}  # episodes of a group that have not ended
         self._tokens: collections.Counter[int] = collections.Counter()  # of a group
         self._num_tokens = 0
-        self._is_training = False
+        self._step: _Step | None = None
         self._trained = 0.0
         self._staleness: collections.Counter[int] = collections.Counter()
 
     def run(self) -> Prediction:
         settings, before = self._settings, self._totals()
         self._begin()
+        self._contend()
         while self._groups.version < settings.num_skipped + settings.num_steps:
             ends = [engine.end for engine in self._engines]
             first = min(range(len(ends)), key=ends.__getitem__)
@@ -188,6 +241,7 @@ class _Run:
             else:
                 self._engines[first].advance(self._now)
                 self._end_turn(self._engines[first].pop())
+            self._contend()
             if version < self._groups.version == settings.num_skipped:
                 before = self._totals()
         return self._prediction(before)
@@ -238,23 +292,45 @@ class _Run:
         self._begin()
 
     def _train(self) -> None:
-        batch = None if self._is_training else self._groups.take()
+        batch = self._groups.take() if self._step is None else None
         if batch is None:
             return
         for index, _ in batch:
             self._staleness[self._groups.staleness([index])] += 1
-        self._is_training = True
         seconds = self._speeds.train_seconds(sum(tokens for _, tokens in batch))
         self._trained += seconds
-        self._at(seconds, self._end_step)
+        self._set_step(_Step(self._now + seconds))
+
+    def _set_step(self, step: _Step) -> None:
+        """Lets a step end at its time; an event of an earlier plan does nothing."""
+
+        def end() -> None:
+            if self._step is step:
+                self._end_step()
+
+        self._step = step
+        heapq.heappush(self._events, (step.end, next(self._order), end))
 
     def _end_step(self) -> None:
-        self._is_training = False
+        self._step = None
         self._groups.commit(self._groups.publish())
         for engine in self._engines:
             engine.advance(self._now)
             engine.stand_still(self._speeds.publish_seconds)
         self._begin()
+
+    def _contend(self) -> None:
+        """Slows the engines down while a step runs, and the step while one draws."""
+        contention = self._speeds.contention
+        draw = contention.draw if self._step else 1.0
+        for engine in self._engines:
+            engine.slow_down(self._now, draw)
+        is_drawing = any(engine.is_active for engine in self._engines)
+        factor = contention.step if is_drawing else 1.0
+        if self._step and factor != self._step.slowdown:
+            slowed = self._step.slowed(self._now, factor)
+            self._trained += slowed.end - self._step.end
+            self._set_step(slowed)
 
     def _at(self, seconds: float, call: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self._now + seconds, next(self._order), call))
