@@ -58,6 +58,12 @@ class PlanTest(parameterized.TestCase):
         ),
         ("tasks", AGENTIC, ("--tasks=cooking",), "kinds of reasoning, coding, search"),
         ("size", AGENTIC, ("--turns=many",), "--turns must be MEDIAN"),
+        (
+            "parts",
+            AGENTIC,
+            ("--config.rl.environment=a+b", "--config.rl.concurrency=(0, 8)"),
+            "bounds 2 parts, and --tasks=coding names 1 kinds",
+        ),
         ("rows", AGENTIC, ("--batch_size=64",), "--config.rl.rows_per_step"),
         ("verify", AGENTIC, ("--verify=1",), "whose splits are simulated"),
         (

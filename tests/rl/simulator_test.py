@@ -89,6 +89,45 @@ class SimulatorTest(parameterized.TestCase):
         self.assertLessEqual(max(found.staleness), most)
         self.assertEqual(sum(found.staleness.values()), 60)
 
+    def test_a_part_with_a_bound_sets_the_pace_once_others_may_not_lead(self):
+        """Odd groups are of a part that plays one group at a time, 5 s each.
+
+        A step takes the groups that have finished, whichever they are. Before step s,
+        of version v = s - 1, 10 + 2 v groups may have begun, half of them even, and the
+        even ones of version v - 1 have ended: 5 + (v - 1). So step 20 takes 23 even and
+        17 odd groups, the last odd one after 85 s. From then on a step takes one of
+        each.
+        """
+        settings = dataclasses.replace(
+            SETTINGS,
+            max_staleness=4,
+            num_steps=20,
+            num_concurrent=64,
+            part=lambda group: group % 2,
+        )
+        speeds = dataclasses.replace(SPEEDS, slots=64)
+        free = simulator.predict(equal, speeds, settings)
+        self.assertAlmostEqual(free.seconds, 5.0 + 20 * 2.0, places=6)
+        bound = dataclasses.replace(settings, concurrency=(0, 4))
+        found = simulator.predict(equal, speeds, bound)
+        self.assertAlmostEqual(found.seconds, 17 * 5.0 + 2.0, places=6)
+        self.assertLessEqual(max(found.staleness), 4)
+        longer = dataclasses.replace(bound, num_steps=60)
+        more = simulator.predict(equal, speeds, longer).seconds - found.seconds
+        self.assertAlmostEqual(more, 40 * 5.0, places=6)
+        wide = dataclasses.replace(settings, concurrency=(0, 64))
+        self.assertEqual(simulator.predict(equal, speeds, wide), free)
+
+    def test_synchronous_steps_wait_for_the_part_with_a_bound(self):
+        """Two groups of the part in a step, one after the other."""
+        settings = dataclasses.replace(SETTINGS, concurrency=(4,))
+        found = simulator.predict(equal, SPEEDS, settings)
+        self.assertAlmostEqual(found.seconds, 5 * (2 * 5.0 + 2.0), places=6)
+
+    def test_a_bound_has_room_for_a_group(self):
+        with self.assertRaisesRegex(ValueError, "at least group_size=4"):
+            dataclasses.replace(SETTINGS, concurrency=(0, 3))
+
     def test_a_run_of_unequal_episodes_is_predicted_as_ever(self):
         """Three engines share their time among sequences. Figures of version 0.1."""
         speeds = dataclasses.replace(

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from glm5_jax.rl.actors import groups as groups_lib
+from glm5_jax.rl.actors import machines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +71,21 @@ class Settings:
     num_concurrent: int  # episodes under way; groups begin whole, while there are fewer
     num_steps: int
     num_skipped: int = 0  # first steps, in which a run fills up: no figure counts them
+    # Most episodes under way of each part of a mixture; 0: no bound; (): one part.
+    concurrency: tuple[int, ...] = ()
+    part: Callable[[int], int] = lambda group: 0  # of a group, by its index
+
+    def __post_init__(self) -> None:
+        """Checks the bounds.
+
+        Raises:
+          ValueError: a group can never begin.
+        """
+        if any(0 < most < self.group_size for most in self.concurrency):
+            raise ValueError(
+                f"concurrency must be 0 or at least group_size={self.group_size}, got "
+                f"{self.concurrency}: a group begins as a whole."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,92 +119,6 @@ def predict(
     return _Run(episode, speeds, settings).run()
 
 
-class _Engine:
-    """Sequences that share an engine; `work` is what each active one has drawn."""
-
-    def __init__(self, speeds: Speeds) -> None:
-        self._speeds = speeds
-        self._work = self._now = self._advanced = 0.0
-        self._active: list[tuple[float, int, int]] = []  # ends at this work; order; id
-        self._waiting: collections.deque[tuple[int, int, int]] = collections.deque()
-        self._slowdown = 1.0  # by a step that runs
-        self.idle = self.area = 0.0  # seconds; seconds times active sequences
-        self.end = math.inf  # time at which the next sequence ends
-
-    @property
-    def num_assigned(self) -> int:
-        return len(self._active) + len(self._waiting)
-
-    @property
-    def is_active(self) -> bool:
-        return bool(self._active)
-
-    def add(self, order: int, id: int, tokens: int) -> None:
-        self._waiting.append((tokens, order, id))
-        self._fill()
-
-    def advance(self, now: float) -> None:
-        """Draws until now, for what was active since the last call."""
-        if now == self._advanced:  # it may stand still from then on
-            return
-        self._advanced = now
-        seconds, self._now = now - self._now, now
-        if not self._active:
-            self.idle += seconds
-            return
-        self.area += seconds * len(self._active)
-        self._work += seconds / self._pace()
-
-    def stand_still(self, seconds: float) -> None:
-        """Moves the clock on without drawing."""
-        self._now += seconds
-        self._set_end()
-
-    def slow_down(self, now: float, factor: float) -> None:
-        """Draws until now as before, and from now on `factor` times as slowly."""
-        if factor == self._slowdown:
-            return
-        self.advance(now)
-        self._slowdown = factor
-        self._set_end()
-
-    def pop(self) -> int:
-        """Removes the sequence that has ended, and returns its id."""
-        work, _, id = heapq.heappop(self._active)
-        self._work = max(self._work, work)
-        self._fill()
-        return id
-
-    def _fill(self) -> None:
-        while self._waiting and len(self._active) < self._speeds.slots:
-            tokens, order, id = self._waiting.popleft()
-            heapq.heappush(self._active, (self._work + tokens, order, id))
-        self._set_end()
-
-    def _set_end(self) -> None:
-        if not self._active:
-            self.end = math.inf
-            return
-        left = max(self._active[0][0] - self._work, 0.0)
-        self.end = self._now + left * self._pace()
-
-    def _pace(self) -> float:
-        return self._speeds.step_seconds(len(self._active)) * self._slowdown
-
-
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """A step of training that runs."""
-
-    end: float
-    slowdown: float = 1.0  # by engines that draw
-
-    def slowed(self, now: float, factor: float) -> "_Step":
-        """Returns it with what is left from now on taking `factor` times as long."""
-        left = (self.end - now) / self.slowdown
-        return _Step(now + left * factor, factor)
-
-
 @dataclasses.dataclass
 class _Episode:
     """An episode under way."""
@@ -213,15 +143,20 @@ class _Run:
         self._groups: groups_lib.Groups[int] = groups_lib.Groups(
             settings.batch_size, settings.max_staleness
         )
-        self._engines = [_Engine(speeds) for _ in range(speeds.num_engines)]
+        self._engines = [
+            machines.Engine(speeds.slots, speeds.step_seconds)
+            for _ in range(speeds.num_engines)
+        ]
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._now = 0.0
         self._episodes: dict[int, _Episode] = {}
+        self._waiting: list[int] = []  # groups whose part has no room; oldest first
+        self._of_parts: collections.Counter[int] = collections.Counter()  # episodes
         self._left: dict[int, int] = {}  # episodes of a group that have not ended
         self._tokens: collections.Counter[int] = collections.Counter()  # of a group
         self._num_tokens = 0
-        self._step: _Step | None = None
+        self._step: machines.Step | None = None
         self._trained = 0.0
         self._staleness: collections.Counter[int] = collections.Counter()
 
@@ -250,12 +185,23 @@ class _Run:
         """Begins groups and episodes, and a step of training, as far as they may."""
         self._train()
         while len(self._episodes) < self._settings.num_concurrent:
-            index = self._groups.begin()
+            index = next(filter(self._has_room, self._waiting), None)
             if index is None:
-                return
+                if (new := self._groups.begin()) is None:
+                    return
+                self._waiting.append(new)
+                continue
+            self._waiting.remove(index)
             self._left[index] = self._settings.group_size
             for number in range(self._settings.group_size):
                 self._begin_episode(index, number)
+
+    def _has_room(self, index: int) -> bool:
+        """Tells whether a whole group may begin, as places.py does."""
+        settings = self._settings
+        part = settings.part(index)
+        most = settings.concurrency[part] if settings.concurrency else 0
+        return not most or self._of_parts[part] + settings.group_size <= most
 
     def _begin_episode(self, index: int, number: int) -> None:
         engines = range(len(self._engines))
@@ -263,6 +209,7 @@ class _Run:
         turns = iter(self._episode(index, number))
         id = next(self._order)
         self._episodes[id] = _Episode(index, turns, least)
+        self._of_parts[self._settings.part(index)] += 1
         self._begin_turn(id)
 
     def _begin_turn(self, id: int) -> None:
@@ -284,6 +231,7 @@ class _Run:
 
     def _end_episode(self, id: int) -> None:
         episode = self._episodes.pop(id)
+        self._of_parts[self._settings.part(episode.group)] -= 1
         self._num_tokens += episode.num_tokens
         self._tokens[episode.group] += episode.num_tokens
         self._left[episode.group] -= 1
@@ -299,9 +247,9 @@ class _Run:
             self._staleness[self._groups.staleness([index])] += 1
         seconds = self._speeds.train_seconds(sum(tokens for _, tokens in batch))
         self._trained += seconds
-        self._set_step(_Step(self._now + seconds))
+        self._set_step(machines.Step(self._now + seconds))
 
-    def _set_step(self, step: _Step) -> None:
+    def _set_step(self, step: machines.Step) -> None:
         """Lets a step end at its time; an event of an earlier plan does nothing."""
 
         def end() -> None:
@@ -314,6 +262,8 @@ class _Run:
     def _end_step(self) -> None:
         self._step = None
         self._groups.commit(self._groups.publish())
+        for index in self._waiting:  # nothing of them was played
+            self._groups.renew(index)
         for engine in self._engines:
             engine.advance(self._now)
             engine.stand_still(self._speeds.publish_seconds)

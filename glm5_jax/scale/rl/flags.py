@@ -135,6 +135,14 @@ def _mixture(config: config_lib.TrainConfig) -> tasks.Mixture:
         for name, flag in SIZES.items()
         if flag.value is not None
     }
+    bounds = len(config.rl.concurrency)
+    if bounds > 1 and bounds != len(shares):
+        raise config_lib.InputError(
+            f"rl.concurrency={config.rl.concurrency} bounds {bounds} parts, and "
+            f"--tasks={TASKS.value or default} names {len(shares)} kinds: name one for "
+            f"each part of rl.environment, in their order, e.g. "
+            f"--tasks=coding:2,search:1."
+        )
     if math.isnan(REREAD.value):
         raise config_lib.InputError("--reread must lie in 0..1, got nan.")
     return tasks.Mixture(

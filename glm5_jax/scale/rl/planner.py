@@ -338,6 +338,8 @@ def _plan(
             max_staleness=rl.max_staleness if is_async else 0,
             num_concurrent=2 * split.num_engines * engine.slots,
             num_steps=asked.num_steps,
+            concurrency=rl.concurrency,
+            part=asked.mixture.part if len(rl.concurrency) > 1 else lambda group: 0,
         ),
     )
     speeds = simulator.Speeds(

@@ -66,6 +66,13 @@ KINDS = {
         observed=Size(1_500, 0.8),
         tool_seconds=Size(1.5, 0.8),
     ),
+    "terminal": Kind(
+        prompt=Size(2_000, 0.5),
+        turns=Size(30, 0.6),
+        drawn=Size(350, 0.8),
+        observed=Size(700, 1.0),
+        tool_seconds=Size(3.0, 1.3),
+    ),
 }
 SOURCES = {
     "reasoning": "one turn, as in section 3.2. 12,000 tokens: DeepSeek-R1's mean on "
@@ -74,6 +81,8 @@ SOURCES = {
     "GLM-5's evaluation of SWE-bench 200K (appendix B). All medians are assumed.",
     "search": "ASearcher (arXiv 2508.07976) allows 128 turns, and saw more than 40 "
     "turns and 150K drawn tokens late in training. All medians are assumed.",
+    "terminal": "GLM-5's evaluation of Terminal-Bench 2 (appendix B) allows two hours "
+    "with 8,192 tokens a turn and 128K of context. All medians are assumed.",
 }
 
 
@@ -140,6 +149,11 @@ class Mixture:
     seed: int = 0
     reread: float = 0.0  # share of an episode's cache that is lost between two turns
 
+    def part(self, group: int) -> int:
+        """Returns the place of a group's kind among the shares."""
+        of_group = random.Random(f"{self.seed}/{group}")
+        return of_group.choices(range(len(self.shares)), [*self.shares.values()])[0]
+
     def episode(self, group: int, number: int) -> Episode:
         """Draws an episode; a group is of one kind.
 
@@ -147,11 +161,8 @@ class Mixture:
           group: index of its group.
           number: of the episode in its group.
         """
-        of_group = random.Random(f"{self.seed}/{group}")
-        names = list(self.shares)
-        name = of_group.choices(names, [self.shares[n] for n in names])[0]
         return _draw(
-            self.kinds[name],
+            self.kinds[list(self.shares)[self.part(group)]],
             self.limits,
             random.Random(f"{self.seed}/{group}/{number}"),
         )

@@ -59,6 +59,7 @@ class LimitsTest(parameterized.TestCase):
         ("glm5_rl_reasoning", "reasoning"),
         ("glm5_rl_agentic", "coding"),
         ("glm5_rl_agentic", "search"),
+        ("glm5_rl_agentic", "terminal"),
     )
     def test_a_run_at_full_size_waits_for_its_longest_answers(self, name, kind):
         """As many episodes may wait for a slot as have one, as long as an answer."""

@@ -200,6 +200,22 @@ class RankingTest(parameterized.TestCase):
         self.assertLen(found["plans"], len(self.ranking.plans))
         self.assertEqual(found["plans"][0], planner.row(self.ranking.plans[0]))
 
+    def test_parts_with_bounds_are_simulated_with_them(self):
+        """Of one of two parts a group plays at a time; the trainer waits for them."""
+        bound = config(max_staleness=2, environment="a+b", concurrency=(0, 4))
+        kinds = {"coding": tasks.KINDS["coding"], "search": tasks.KINDS["search"]}
+        both = tasks.Mixture(
+            kinds=kinds,
+            shares={"coding": 1.0, "search": 1.0},
+            limits=tasks.Limits.of(bound),
+        )
+        rates = []
+        for made in (bound, config(max_staleness=2, environment="a+b")):
+            of = dataclasses.replace(asked(made), mixture=both)
+            found = planner.make(made, "tiny", "v5p:2x2x4", of)
+            rates.append(found.plans[0].outcome.samples_per_second)
+        self.assertLess(rates[0], 0.8 * rates[1])
+
     def test_the_stage_whose_engine_is_the_trainers_takes_turns(self):
         made = config("rl")
         ranking = planner.make(made, "tiny", "v5p:2x2x2", asked(made))

@@ -93,6 +93,7 @@ class EpisodeTest(parameterized.TestCase):
         again = [both.episode(group, 5).length == 210 for group in range(800)]
         self.assertEqual(is_one, again)
         self.assertAlmostEqual(statistics.fmean(is_one), 0.75, delta=5 * 0.0153)
+        self.assertEqual(is_one, [both.part(group) == 0 for group in range(800)])
 
 
 class FlagsTest(parameterized.TestCase):
