@@ -4,16 +4,18 @@
 
 The calculator's recipe with small batches, at equal numbers of steps, groups and
 episodes. A call of its tool takes 0.05 to 2 s (benchmarks/slow_tools.py). First a short
-run without waiting gives the machine's speeds and the lengths of turns. From these the
-simulator predicts both runs; then they are made. Prints a table: seconds of the steps
-after the first 20, which compile, beside the prediction.
+run whose calls all take 0.5 s gives the machine's speeds and the lengths of turns, and
+async_speeds.py how an engine and a trainer of one process slow each other. From these,
+and from the seconds that the tools will take, the simulator predicts both runs; then
+they are made. Prints a table: seconds of the steps after the first 20 beside the
+prediction. Engines compile all their programs at their start (warmed_train.py).
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import pathlib
-import random
 import statistics
 import subprocess
 import sys
@@ -24,7 +26,7 @@ from glm5_jax.rl.actors import simulator
 
 ROOT = pathlib.Path(__file__).parent.parent
 CALIBRATION = 30  # steps
-SKIPPED = 20  # steps: an engine compiles programs for every number of rows
+SKIPPED = 20  # steps, in which a run fills up
 GROUPS, MEMBERS, SLOTS = 4, 8, 32
 TOKENS_PER_CHARACTER = 0.5  # of a turn as the log counts it: tool calls are escaped
 
@@ -35,7 +37,7 @@ def train(
     """Makes a run; returns its lines of metrics without the first ones."""
     engines = args.engines if stage == "async_rl" else 0
     command = [
-        *(sys.executable, "-m", "glm5_jax.train"),
+        *(sys.executable, f"{ROOT}/benchmarks/warmed_train.py"),
         f"--config={ROOT}/configs/small_async_calculator.py",
         f"--workdir={workdir}",
         f"--config.stage={stage}",
@@ -54,70 +56,127 @@ def train(
         f"--config.rl.max_staleness={args.max_staleness}",
         f"--config.rl.num_engines={engines}",
     ]
-    path = f"{ROOT}:{ROOT}/benchmarks:{os.environ.get('PYTHONPATH', '')}"
     log = workdir.with_suffix(".turns")
-    environ = {**os.environ, "PYTHONPATH": path, slow_tools.LOG: str(log)}
+    environ = {**os.environ, "PYTHONPATH": search_path(), slow_tools.LOG: str(log)}
     subprocess.run(command, cwd=ROOT, env=environ, check=True)
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines][SKIPPED:]
 
 
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What was measured before the runs that are predicted."""
+
+    seed: int  # of the runs
+    sizes: list[list[int]]  # characters of the turns of each played episode
+    rollout_seconds: float  # with steady tools
+    rested_seconds: float  # of a step after a pause in which nothing worked
+    step_seconds: float  # of one without
+    contention: simulator.Contention
+
+
+def measure(workdir: pathlib.Path, args: argparse.Namespace) -> Measured:
+    """Makes a run with steady tools, then lets its engine and trainer work together."""
+    steady, out = workdir / "steady", workdir / "speeds.json"
+    records = train(steady, "rl", "Steady", CALIBRATION, args)
+    rollouts = [r["perf/rollout_seconds"] for r in records]
+    rested = [r["perf/step_seconds"] - r["perf/rollout_seconds"] for r in records]
+    command = [sys.executable, "async_speeds.py", f"--run={steady}", f"--out={out}"]
+    environ = {**os.environ, "PYTHONPATH": search_path()}
+    subprocess.run(command, cwd=ROOT / "benchmarks", env=environ, check=True)
+    speeds = json.loads(out.read_text())
+    lines = steady.with_suffix(".turns").read_text().splitlines()
+    return Measured(
+        seed=args.seed,
+        sizes=[[size for size, _ in json.loads(line)] for line in lines],
+        rollout_seconds=statistics.median(rollouts),
+        rested_seconds=statistics.median(rested),
+        step_seconds=speeds["step_seconds"],
+        contention=simulator.Contention(step=speeds["step"], draw=speeds["draw"]),
+    )
+
+
 def predict(
-    records: list[dict], log: pathlib.Path, max_staleness: int, steps: int
+    measured: Measured, max_staleness: int, num_steps: int
 ) -> simulator.Prediction:
-    """Returns what the simulator says of a run with slow tools.
+    """Returns what the simulator says of a run, with the seconds that its tools take.
 
     Args:
-      records: metrics of the run without waiting.
-      log: its turns.
-      max_staleness: of the run to predict; 0 is the synchronous one.
-      steps: of it.
+      measured: before the run.
+      max_staleness: of the run; 0 is the synchronous one, whose machine rests while
+        the tools work.
+      num_steps: of it; the first ones are simulated, but not counted.
     """
-    played = [json.loads(line) for line in log.read_text().splitlines()]
-    train_seconds = statistics.median(
-        r["perf/step_seconds"] - r["perf/rollout_seconds"] for r in records
-    )
-    rollout = statistics.median(r["perf/rollout_seconds"] for r in records)
-    rng = random.Random(os.environ[slow_tools.SEED])
-    chosen: dict[tuple[int, int], list] = {}
+    rested, alone = measured.rested_seconds, measured.step_seconds
+    train_seconds = alone if max_staleness else rested
+    most = num_steps - SKIPPED
+    return _run(measured, _pace(measured), train_seconds, max_staleness, most, False)
 
-    def turns(group: int, number: int) -> list:
-        return chosen.setdefault((group, number), rng.choice(played))
 
-    def run(
-        pace: float, is_slow: bool, staleness: int, count: int
-    ) -> simulator.Prediction:
-        def episode(group: int, number: int) -> list[simulator.Turn]:
-            return [
-                simulator.Turn(
-                    max(round(size * TOKENS_PER_CHARACTER), 1),
-                    slow_tools.seconds_of(f"{group}/{number}/{i}") if is_slow else 0.0,
-                )
-                for i, (size, _) in enumerate(turns(group, number))
-            ]
+def _pace(measured: Measured) -> float:
+    """Returns the pace with which rollouts with steady tools take as long as they did.
 
-        speeds = simulator.Speeds(
-            num_engines=1,
-            slots=SLOTS,
-            step_seconds=lambda n: pace * (16 + n),
-            train_seconds=lambda tokens: train_seconds,
-            publish_seconds=0.0,
-        )
-        settings = simulator.Settings(
-            batch_size=GROUPS,
-            group_size=MEMBERS,
-            max_staleness=staleness,
-            num_concurrent=2 * SLOTS,
-            num_steps=count,
-        )
-        return simulator.predict(episode, speeds, settings)
+    They wait for the tools, whatever the pace.
+    """
+    train_seconds = measured.rested_seconds
 
-    # The pace with which the rollouts without waiting take as long as they did.
-    pace = 1e-4
+    def rollout(pace: float) -> float:
+        counted = CALIBRATION - SKIPPED
+        found = _run(measured, pace, train_seconds, 0, counted, True)
+        return found.seconds / counted - train_seconds
+
+    pace, waited = 1e-4, rollout(1e-12)
     for _ in range(8):
-        found = run(pace, False, 0, CALIBRATION).seconds / CALIBRATION - train_seconds
-        pace *= rollout / found
-    return run(pace, True, max_staleness, steps)
+        pace *= (measured.rollout_seconds - waited) / (rollout(pace) - waited)
+    return pace
+
+
+def _run(
+    measured: Measured,
+    pace: float,
+    train_seconds: float,
+    max_staleness: int,
+    num_steps: int,
+    is_steady: bool,
+) -> simulator.Prediction:
+    """Simulates a run of steps that count, after the skipped ones."""
+    tasks = slow_tools.Slow()
+
+    def episode(group: int, number: int) -> list[simulator.Turn]:
+        id = tasks.task("train", measured.seed, group).id
+        index = group * MEMBERS + number
+        return [
+            simulator.Turn(
+                max(round(size * TOKENS_PER_CHARACTER), 1),
+                slow_tools.STEADY
+                if is_steady
+                else slow_tools.seconds_of(id, number, turn),
+            )
+            for turn, size in enumerate(measured.sizes[index % len(measured.sizes)])
+        ]
+
+    speeds = simulator.Speeds(
+        num_engines=1,
+        slots=SLOTS,
+        step_seconds=lambda n: pace * (16 + n),
+        train_seconds=lambda tokens: train_seconds,
+        publish_seconds=0.0,
+        contention=measured.contention,
+    )
+    settings = simulator.Settings(
+        batch_size=GROUPS,
+        group_size=MEMBERS,
+        max_staleness=max_staleness,
+        num_concurrent=2 * SLOTS,
+        num_steps=num_steps,
+        num_skipped=SKIPPED,
+    )
+    return simulator.predict(episode, speeds, settings)
+
+
+def search_path() -> str:
+    """Returns the PYTHONPATH of the programs that this one starts."""
+    return f"{ROOT}:{ROOT}/benchmarks:{os.environ.get('PYTHONPATH', '')}"
 
 
 def main() -> None:
@@ -135,14 +194,18 @@ def main() -> None:
     os.environ[slow_tools.SEED] = str(args.seed)
     args.init_from, workdir = args.init_from.resolve(), args.workdir.resolve()
     workdir.mkdir(parents=True)
-    fast = workdir / "fast"
-    records = train(fast, "rl", "Fast", CALIBRATION, args)
-    counted = args.steps - SKIPPED
-    rows = {}
-    for stage, staleness in (("rl", 0), ("async_rl", args.max_staleness)):
-        said = predict(records, fast.with_suffix(".turns"), staleness, counted)
-        found = train(workdir / stage, stage, "Slow", args.steps, args)
-        rows[stage] = said, found
+    measured = measure(workdir, args)
+    print(f"Measured before: {dataclasses.replace(measured, sizes=[])}")
+    stages = {"rl": 0, "async_rl": args.max_staleness}
+    predicted = {
+        stage: predict(measured, stages[stage], args.steps) for stage in stages
+    }
+    for stage, said in predicted.items():
+        print(f"Predicted for {stage}: {said}", flush=True)
+    rows = {
+        stage: (said, train(workdir / stage, stage, "Slow", args.steps, args))
+        for stage, said in predicted.items()
+    }
     print("\n| stage | seconds | predicted | error | staleness | trainer idle |")
     print("|---|---|---|---|---|---|")
     for stage, (said, found) in rows.items():
@@ -156,6 +219,11 @@ def main() -> None:
         )
     totals = [sum(r["perf/step_seconds"] for r in found) for _, found in rows.values()]
     print(f"\n{totals[0] / totals[1]:.2f} times as fast, on {os.cpu_count()} cores")
+    pushes = [
+        r["perf/rollout_seconds"] - r["actors/trainer_waited_seconds"]
+        for r in rows["async_rl"][1]
+    ]
+    print(f"{sum(pushes):.1f} s until engines had weights, {max(pushes):.1f} s at most")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """The calculator with tools that take their time, for benchmarks/async_rl.py.
 
 Seconds of a call are lognormal, as those of real tools, cut to 0.05..2. They depend on
-the task, the turn and SLOW_TOOLS_SEED alone. If SLOW_TOOLS_LOG names a file, every
-episode adds a line with the characters and seconds of its turns.
+the task, how often it was begun before, the turn and SLOW_TOOLS_SEED alone, so they are
+known before a run. If SLOW_TOOLS_LOG names a file, every episode adds a line with the
+characters and seconds of its turns.
 """
 
 import asyncio
+import collections
 import hashlib
 import json
 import math
@@ -17,13 +19,20 @@ from glm5_jax.environments import protocol
 from glm5_jax.environments.tasks import ladder
 
 MEDIAN, SIGMA, LEAST, MOST = 0.3, 1.0, 0.05, 2.0
+STEADY = 0.5
 NAME = "calculator_untold:2-3"
 LOG, SEED = "SLOW_TOOLS_LOG", "SLOW_TOOLS_SEED"
 
 
-def seconds_of(key: str) -> float:
-    """Returns how long a call takes."""
-    key = f"{os.environ.get(SEED, 0)}/{key}"
+def seconds_of(task: str, before: int, turn: int) -> float:
+    """Returns how long a call takes.
+
+    Args:
+      task: its id.
+      before: how many episodes of the task began before this one.
+      turn: of the episode, from 0 on.
+    """
+    key = f"{os.environ.get(SEED, 0)}/{task}/{before}/{turn}"
     rng = random.Random(hashlib.sha256(key.encode()).digest())
     return min(max(rng.lognormvariate(math.log(MEDIAN), SIGMA), LEAST), MOST)
 
@@ -31,37 +40,43 @@ def seconds_of(key: str) -> float:
 class Slow(ladder.Ladder):
     """The calculator's tasks with slow tools."""
 
-    is_slow = True
+    seconds: float | None = None  # of each call; None: see `seconds_of`
 
     def __init__(self) -> None:
         """Opens the tasks."""
         super().__init__(NAME)
-        self._num_made = 0
+        self._begun: collections.Counter[str] = collections.Counter()  # by task
 
     def environment(self) -> protocol.Environment:
         """Returns an environment that waits before each answer."""
-        self._num_made += 1
-        return _Waiting(super().environment(), self.is_slow, self._num_made)
+        return _Waiting(super().environment(), self.seconds, self._begun)
 
 
-class Fast(Slow):
-    """The same tasks without waiting."""
+class Steady(Slow):
+    """The same tasks with tools that all take the same time."""
 
-    is_slow = False
+    seconds = STEADY
 
 
 class _Waiting:
-    def __init__(self, inner: protocol.Environment, is_slow: bool, number: int) -> None:
-        self._inner, self._is_slow, self._number = inner, is_slow, number
-        self._key, self._turns = "", []
+    def __init__(
+        self,
+        inner: protocol.Environment,
+        seconds: float | None,
+        begun: collections.Counter[str],
+    ) -> None:
+        self._inner, self._seconds, self._begun = inner, seconds, begun
+        self._task, self._before, self._turns = "", 0, []
 
     async def reset(self, task: protocol.Task) -> tuple:
-        self._key = task.id
+        self._task, self._before = task.id, self._begun[task.id]
+        self._begun[task.id] += 1
         return await self._inner.reset(task)
 
     async def step(self, message: dict) -> protocol.StepResult:
-        key = f"{self._key}/{self._number}/{len(self._turns)}"
-        seconds = seconds_of(key) if self._is_slow else 0.0
+        seconds = self._seconds
+        if seconds is None:
+            seconds = seconds_of(self._task, self._before, len(self._turns))
         size = len(message.get("content") or "") + len(
             json.dumps(message.get("tool_calls") or "")
         )
