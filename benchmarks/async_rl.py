@@ -4,16 +4,17 @@
 
 The calculator's recipe with small batches, at equal numbers of steps, groups and
 episodes. A call of its tool takes 0.05 to 2 s (benchmarks/slow_tools.py). First a short
-run whose calls all take 0.5 s gives the machine's speeds and the lengths of turns, and
-async_speeds.py how an engine and a trainer of one process slow each other. From these,
-and from the seconds that the tools will take, the simulator predicts both runs; then
-they are made. Prints a table: seconds of the steps after the first 20 beside the
+run whose calls all take 0.5 s, and async_speeds.py, give the machine's speeds, the
+lengths of turns, and how an engine and a trainer of one process slow each other. From
+these, and from the seconds that the tools will take, the simulator predicts both runs;
+then they are made. Prints a table: seconds of the steps after the first 20 beside the
 prediction. Engines compile all their programs at their start (warmed_train.py).
 """
 
 import argparse
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import statistics
@@ -26,9 +27,9 @@ from glm5_jax.rl.actors import simulator
 
 ROOT = pathlib.Path(__file__).parent.parent
 CALIBRATION = 30  # steps
+ENGINE_IDLE = "actors/engines_idle_seconds"  # of stage async_rl alone
 SKIPPED = 20  # steps, in which a run fills up
 GROUPS, MEMBERS, SLOTS = 4, 8, 32
-TOKENS_PER_CHARACTER = 0.5  # of a turn as the log counts it: tool calls are escaped
 
 
 def train(
@@ -56,8 +57,7 @@ def train(
         f"--config.rl.max_staleness={args.max_staleness}",
         f"--config.rl.num_engines={engines}",
     ]
-    log = workdir.with_suffix(".turns")
-    environ = {**os.environ, "PYTHONPATH": search_path(), slow_tools.LOG: str(log)}
+    environ = {**os.environ, "PYTHONPATH": search_path()}
     subprocess.run(command, cwd=ROOT, env=environ, check=True)
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines][SKIPPED:]
@@ -68,7 +68,7 @@ class Measured:
     """What was measured before the runs that are predicted."""
 
     seed: int  # of the runs
-    sizes: list[list[int]]  # characters of the turns of each played episode
+    turns: list[list[int]]  # tokens that were drawn in each turn of some episodes
     rollout_seconds: float  # with steady tools
     rested_seconds: float  # of a step after a pause in which nothing worked
     step_seconds: float  # of one without
@@ -85,10 +85,9 @@ def measure(workdir: pathlib.Path, args: argparse.Namespace) -> Measured:
     environ = {**os.environ, "PYTHONPATH": search_path()}
     subprocess.run(command, cwd=ROOT / "benchmarks", env=environ, check=True)
     speeds = json.loads(out.read_text())
-    lines = steady.with_suffix(".turns").read_text().splitlines()
     return Measured(
         seed=args.seed,
-        sizes=[[size for size, _ in json.loads(line)] for line in lines],
+        turns=speeds["turns"],
         rollout_seconds=statistics.median(rollouts),
         rested_seconds=statistics.median(rested),
         step_seconds=speeds["step_seconds"],
@@ -147,12 +146,12 @@ def _run(
         index = group * MEMBERS + number
         return [
             simulator.Turn(
-                max(round(size * TOKENS_PER_CHARACTER), 1),
+                tokens,
                 slow_tools.STEADY
                 if is_steady
                 else slow_tools.seconds_of(id, number, turn),
             )
-            for turn, size in enumerate(measured.sizes[index % len(measured.sizes)])
+            for turn, tokens in enumerate(measured.turns[index % len(measured.turns)])
         ]
 
     speeds = simulator.Speeds(
@@ -195,7 +194,7 @@ def main() -> None:
     args.init_from, workdir = args.init_from.resolve(), args.workdir.resolve()
     workdir.mkdir(parents=True)
     measured = measure(workdir, args)
-    print(f"Measured before: {dataclasses.replace(measured, sizes=[])}")
+    print(f"Measured before: {dataclasses.replace(measured, turns=[])}")
     stages = {"rl": 0, "async_rl": args.max_staleness}
     predicted = {
         stage: predict(measured, stages[stage], args.steps) for stage in stages
@@ -206,16 +205,20 @@ def main() -> None:
         stage: (said, train(workdir / stage, stage, "Slow", args.steps, args))
         for stage, said in predicted.items()
     }
-    print("\n| stage | seconds | predicted | error | staleness | trainer idle |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "\n| stage | seconds | predicted | error | staleness | idle: trainer | engine |"
+    )
+    print("|---|---|---|---|---|---|---|")
     for stage, (said, found) in rows.items():
         seconds = sum(r["perf/step_seconds"] for r in found)
         oldest = max(r["rollout/staleness_max"] for r in found)
         idle = sum(r["perf/rollout_seconds"] for r in found) / seconds
+        engine = sum(r.get(ENGINE_IDLE, math.nan) for r in found) / seconds
         print(
             f"| {stage} | {seconds:.1f} | {said.seconds:.1f} | "
             f"{said.seconds / seconds - 1:+.0%} | {oldest} | "
-            f"{idle:.0%} ({said.train_idle:.0%} predicted) |"
+            f"{idle:.0%} ({said.train_idle:.0%} predicted) | "
+            f"{engine:.0%} ({said.engine_idle:.0%} predicted) |"
         )
     totals = [sum(r["perf/step_seconds"] for r in found) for _, found in rows.values()]
     print(f"\n{totals[0] / totals[1]:.2f} times as fast, on {os.cpu_count()} cores")

@@ -11,8 +11,8 @@ Prints one JSON line:
     step: seconds of a step beside the engine, over those alone
     draw: seconds of the engine's work while a step runs, over those alone
     step_seconds: of a step alone
-    play_seconds: of the turns of a few episodes, alone
     share_of_steps: share of the time together in which a step ran
+    turns: tokens drawn in each turn of the run's episodes
 """
 
 import argparse
@@ -97,7 +97,7 @@ class Player:
         )
         self._engine.warm_up()
         episodes = [e for kept in trainer.kept for group in kept.groups for e in group]
-        self._turns = [turns(e.samples[0]) for e in episodes if e.samples]
+        self.turns = [turns(e.samples[0]) for e in episodes if e.samples]
         self._ids, self._first = itertools.count(), 0
 
     def play(self) -> None:
@@ -105,7 +105,7 @@ class Player:
         from glm5_jax.inference import requests
 
         first, self._first = self._first, self._first + AT_ONCE
-        chosen = [self._turns[(first + i) % len(self._turns)] for i in range(AT_ONCE)]
+        chosen = [self.turns[(first + i) % len(self.turns)] for i in range(AT_ONCE)]
         for asked in itertools.zip_longest(*chosen):
             for prompt, count in filter(None, asked):
                 self._engine.submit(requests.Request(next(self._ids), prompt, count))
@@ -152,7 +152,7 @@ def together(
     return steps, within, *playing.result()
 
 
-def measure(workdir: pathlib.Path) -> dict[str, float]:
+def measure(workdir: pathlib.Path) -> dict:
     """Returns the factors of the module's docstring, and what they are made of."""
     trainer = Trainer(workdir)
     # All of the engine's work is in one thread: another one would compile again.
@@ -172,8 +172,8 @@ def measure(workdir: pathlib.Path) -> dict[str, float]:
         "step": max(statistics.mean(steps) / alone, 1.0),
         "draw": max(within / done_beside, 1.0),
         "step_seconds": alone,
-        "play_seconds": play,
         "share_of_steps": within / taken,
+        "turns": [[count for _, count in episode] for episode in player.turns],
     }
 
 
@@ -187,10 +187,10 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path)
     args = parser.parse_args()
     compile_cache.enable()
-    found = {key: round(value, 4) for key, value in measure(args.run).items()}
-    print(json.dumps(found))
+    text = json.dumps(measure(args.run))
+    print(text)
     if args.out:
-        args.out.write_text(json.dumps(found) + "\n")
+        args.out.write_text(text + "\n")
 
 
 if __name__ == "__main__":

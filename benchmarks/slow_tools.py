@@ -2,17 +2,14 @@
 
 Seconds of a call are lognormal, as those of real tools, cut to 0.05..2. They depend on
 the task, how often it was begun before, the turn and SLOW_TOOLS_SEED alone, so they are
-known before a run. If SLOW_TOOLS_LOG names a file, every episode adds a line with the
-characters and seconds of its turns.
+known before a run.
 """
 
 import asyncio
 import collections
 import hashlib
-import json
 import math
 import os
-import pathlib
 import random
 
 from glm5_jax.environments import protocol
@@ -21,7 +18,7 @@ from glm5_jax.environments.tasks import ladder
 MEDIAN, SIGMA, LEAST, MOST = 0.3, 1.0, 0.05, 2.0
 STEADY = 0.5
 NAME = "calculator_untold:2-3"
-LOG, SEED = "SLOW_TOOLS_LOG", "SLOW_TOOLS_SEED"
+SEED = "SLOW_TOOLS_SEED"
 
 
 def seconds_of(task: str, before: int, turn: int) -> float:
@@ -66,7 +63,7 @@ class _Waiting:
         begun: collections.Counter[str],
     ) -> None:
         self._inner, self._seconds, self._begun = inner, seconds, begun
-        self._task, self._before, self._turns = "", 0, []
+        self._task, self._before, self._turn = "", 0, 0
 
     async def reset(self, task: protocol.Task) -> tuple:
         self._task, self._before = task.id, self._begun[task.id]
@@ -76,16 +73,10 @@ class _Waiting:
     async def step(self, message: dict) -> protocol.StepResult:
         seconds = self._seconds
         if seconds is None:
-            seconds = seconds_of(self._task, self._before, len(self._turns))
-        size = len(message.get("content") or "") + len(
-            json.dumps(message.get("tool_calls") or "")
-        )
-        self._turns.append([size, seconds])
+            seconds = seconds_of(self._task, self._before, self._turn)
+        self._turn += 1
         await asyncio.sleep(seconds)
         return await self._inner.step(message)
 
     async def close(self) -> None:
-        if path := os.environ.get(LOG):
-            with pathlib.Path(path).open("a") as file:
-                file.write(json.dumps(self._turns) + "\n")
         await self._inner.close()
