@@ -3,12 +3,13 @@
     python benchmarks/async_rl.py --init_from=runs/sft --workdir=DIR --steps=60
 
 The calculator's recipe with small batches, at equal numbers of steps, groups and
-episodes. A call of its tool takes 0.05 to 2 s (benchmarks/slow_tools.py). First a short
-run whose calls all take 0.5 s, and async_speeds.py, give the machine's speeds, the
-lengths of turns, and how an engine and a trainer of one process slow each other. From
-these, and from the seconds that the tools will take, the simulator predicts both runs;
-then they are made. Prints a table: seconds of the steps after the first 20 beside the
-prediction. Engines compile all their programs at their start (warmed_train.py).
+episodes. A call of its tool takes 0.05 to 2 s (benchmarks/slow_tools.py). First come a
+short run of each stage whose calls all take 0.5 s, and async_speeds.py. They give the
+machine's speeds, the lengths of turns, and how an engine and a trainer of one process
+slow each other. From these, and from the seconds that the tools will take, the
+simulator predicts both runs; then they are made. Prints a table: seconds of the steps
+after the first 20 beside the prediction. Engines compile all their programs before
+they draw (warmed_train.py).
 """
 
 import argparse
@@ -26,7 +27,7 @@ import slow_tools
 from glm5_jax.rl.actors import simulator
 
 ROOT = pathlib.Path(__file__).parent.parent
-CALIBRATION = 30  # steps
+CALIBRATION = 40  # steps
 ENGINE_IDLE = "actors/engines_idle_seconds"  # of stage async_rl alone
 SKIPPED = 20  # steps, in which a run fills up
 GROUPS, MEMBERS, SLOTS = 4, 8, 32
@@ -72,15 +73,18 @@ class Measured:
     rollout_seconds: float  # with steady tools
     rested_seconds: float  # of a step after a pause in which nothing worked
     step_seconds: float  # of one without
+    max_staleness: int  # of the asynchronous run with steady tools
+    engine_idle: float  # share of its time
     contention: simulator.Contention
 
 
 def measure(workdir: pathlib.Path, args: argparse.Namespace) -> Measured:
-    """Makes a run with steady tools, then lets its engine and trainer work together."""
+    """Makes two runs with steady tools, and times engine and trainer by themselves."""
     steady, out = workdir / "steady", workdir / "speeds.json"
     records = train(steady, "rl", "Steady", CALIBRATION, args)
     rollouts = [r["perf/rollout_seconds"] for r in records]
     rested = [r["perf/step_seconds"] - r["perf/rollout_seconds"] for r in records]
+    beside = train(workdir / "async_steady", "async_rl", "Steady", CALIBRATION, args)
     command = [sys.executable, "async_speeds.py", f"--run={steady}", f"--out={out}"]
     environ = {**os.environ, "PYTHONPATH": search_path()}
     subprocess.run(command, cwd=ROOT / "benchmarks", env=environ, check=True)
@@ -91,6 +95,8 @@ def measure(workdir: pathlib.Path, args: argparse.Namespace) -> Measured:
         rollout_seconds=statistics.median(rollouts),
         rested_seconds=statistics.median(rested),
         step_seconds=speeds["step_seconds"],
+        max_staleness=args.max_staleness,
+        engine_idle=_sum(beside, ENGINE_IDLE) / _sum(beside, "perf/step_seconds"),
         contention=simulator.Contention(step=speeds["step"], draw=speeds["draw"]),
     )
 
@@ -106,10 +112,11 @@ def predict(
         the tools work.
       num_steps: of it; the first ones are simulated, but not counted.
     """
-    rested, alone = measured.rested_seconds, measured.step_seconds
-    train_seconds = alone if max_staleness else rested
+    train_seconds, pace = measured.rested_seconds, _pace(measured)
+    if max_staleness:
+        train_seconds, pace = measured.step_seconds, _pace_beside(measured, pace)
     most = num_steps - SKIPPED
-    return _run(measured, _pace(measured), train_seconds, max_staleness, most, False)
+    return _run(measured, pace, train_seconds, max_staleness, most, False)
 
 
 def _pace(measured: Measured) -> float:
@@ -128,6 +135,31 @@ def _pace(measured: Measured) -> float:
     for _ in range(8):
         pace *= (measured.rollout_seconds - waited) / (rollout(pace) - waited)
     return pace
+
+
+def _pace_beside(measured: Measured, pace: float) -> float:
+    """Returns the pace with which an engine of an asynchronous run idles as it did.
+
+    Its turns begin one by one, while episodes are written and steps run.
+
+    Args:
+      measured: with the asynchronous run with steady tools.
+      pace: of the synchronous one; the result is not below it.
+    """
+    low, high = pace, 8 * pace
+    for _ in range(20):
+        middle = math.sqrt(low * high)
+        found = _run(
+            measured,
+            middle,
+            measured.step_seconds,
+            measured.max_staleness,
+            CALIBRATION - SKIPPED,
+            True,
+        )
+        is_slower = found.engine_idle < measured.engine_idle
+        low, high = (low, middle) if is_slower else (middle, high)
+    return low
 
 
 def _run(
@@ -171,6 +203,10 @@ def _run(
         num_skipped=SKIPPED,
     )
     return simulator.predict(episode, speeds, settings)
+
+
+def _sum(records: list[dict], name: str) -> float:
+    return sum(record[name] for record in records)
 
 
 def search_path() -> str:
