@@ -173,17 +173,17 @@ def _run(
     """Simulates a run of steps that count, after the skipped ones."""
     tasks = slow_tools.Slow()
 
-    def episode(group: int, number: int) -> list[simulator.Turn]:
+    def wait(group: int, number: int, turn: int) -> float:
+        if is_steady:
+            return slow_tools.STEADY
         id = tasks.task("train", measured.seed, group).id
-        index = group * MEMBERS + number
+        return slow_tools.seconds_of(id, number, turn)
+
+    def episode(group: int, number: int) -> list[simulator.Turn]:
+        turns = measured.turns[(group * MEMBERS + number) % len(measured.turns)]
         return [
-            simulator.Turn(
-                tokens,
-                slow_tools.STEADY
-                if is_steady
-                else slow_tools.seconds_of(id, number, turn),
-            )
-            for turn, tokens in enumerate(measured.turns[index % len(measured.turns)])
+            simulator.Turn(tokens, wait(group, number, turn))
+            for turn, tokens in enumerate(turns)
         ]
 
     speeds = simulator.Speeds(
