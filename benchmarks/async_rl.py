@@ -246,17 +246,19 @@ def main() -> None:
     )
     print("|---|---|---|---|---|---|---|")
     for stage, (said, found) in rows.items():
-        seconds = sum(r["perf/step_seconds"] for r in found)
+        seconds = _sum(found, "perf/step_seconds")
         oldest = max(r["rollout/staleness_max"] for r in found)
-        idle = sum(r["perf/rollout_seconds"] for r in found) / seconds
-        engine = sum(r.get(ENGINE_IDLE, math.nan) for r in found) / seconds
+        idle = _sum(found, "perf/rollout_seconds") / seconds
+        engine = "unknown"  # in stage rl
+        if ENGINE_IDLE in found[0]:
+            engine = f"{_sum(found, ENGINE_IDLE) / seconds:.0%}"
         print(
             f"| {stage} | {seconds:.1f} | {said.seconds:.1f} | "
             f"{said.seconds / seconds - 1:+.0%} | {oldest} | "
             f"{idle:.0%} ({said.train_idle:.0%} predicted) | "
-            f"{engine:.0%} ({said.engine_idle:.0%} predicted) |"
+            f"{engine} ({said.engine_idle:.0%} predicted) |"
         )
-    totals = [sum(r["perf/step_seconds"] for r in found) for _, found in rows.values()]
+    totals = [_sum(found, "perf/step_seconds") for _, found in rows.values()]
     print(f"\n{totals[0] / totals[1]:.2f} times as fast, on {os.cpu_count()} cores")
     pushes = [
         r["perf/rollout_seconds"] - r["actors/trainer_waited_seconds"]
