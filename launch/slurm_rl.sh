@@ -133,7 +133,7 @@ while kill -0 "$trainer" 2>/dev/null; do
       kill "$trainer"
     fi
   done
-  sleep 2 & # a signal ends the wait at once
+  sleep 0.2 & # a signal ends the wait at once
   wait "$!"
 done
 wait "$trainer"
