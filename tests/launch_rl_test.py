@@ -279,6 +279,7 @@ class AwaitServersTest(absltest.TestCase):
             url = f"http://127.0.0.1:{router.server_port}/"
             command = ["bash", launch.ROOT / "launch" / "await_servers.sh", url]
             environ = os.environ | {"PYTHON": sys.executable}
+            environ["BASH_FUNC_sleep%%"] = "() { command sleep 0.1; }"  # for 2
             subprocess.run(command, env=environ, check=True, timeout=60)
             router.shutdown()
             thread.join()
