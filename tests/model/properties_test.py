@@ -28,14 +28,11 @@ CONFIGS = {
         index_topk_pattern="FS",
         num_nextn_predict_layers=0,
     ),
-    "one_layer": tiny.model(
-        num_hidden_layers=1, first_k_dense_replace=0, mtp_num_steps=1
-    ),
+    "one_layer": tiny.model(num_hidden_layers=1, first_k_dense_replace=0),
 }
 CONFIGS["all_experts"] = dataclasses.replace(
     CONFIGS["one_layer"], num_experts_per_tok=8
 )
-WARM_UP = dataclasses.replace(CONFIGS["one_layer"], attention="dense_with_indexer_loss")
 CONFIGS["variants"] = tiny.variants()
 NAMES = (("full", "full"), ("variants", "variants"))
 # One computation in another order, in float32; states and logits are of size one.
@@ -319,7 +316,7 @@ class SelectionTest(parameterized.TestCase):
         self.assertGreater(np.abs(few - want).max(), 1e-2)  # top-k 6 does select
 
     def test_top_k_beyond_the_row_is_dense_attention(self):
-        config, params = CONFIGS["shared_once"], parameters("shared_once")
+        config, params = CONFIGS["all_experts"], parameters("all_experts")
         batch = tiny.batch(config, [(9, 12), (T,), (T,)], T)
         sparse = dataclasses.replace(config, index_topk=T + 3)
         dense = dataclasses.replace(config, attention="dense")
@@ -353,7 +350,7 @@ class IsolationTest(parameterized.TestCase):
 
 class PrecisionTest(parameterized.TestCase):
     def test_recomputation_gives_the_same_gradients_dots(self):
-        self.check_recomputation("dots", CONFIGS["shared_once"], "shared_once")
+        self.check_recomputation("dots")
 
     def test_recomputation_gives_the_same_gradients_experts(self):
         self.check_recomputation("experts")
@@ -370,17 +367,19 @@ class PrecisionTest(parameterized.TestCase):
     def test_recomputation_gives_the_same_gradients_offload(self):
         self.check_recomputation("offload")
 
-    def check_recomputation(self, policy, config=WARM_UP, name="one_layer"):
+    def check_recomputation(self, policy):
+        mode = "dense_with_indexer_loss"
+        config = dataclasses.replace(CONFIGS["one_layer"], attention=mode)
         batch = tiny.batch(config, [(T,), (9, 11), (14, 10)], T)
         got, want = (
             gradient_of(
-                parameters(name),
-                dataclasses.replace(config, remat_policy=recomputed),
+                parameters("one_layer"),
+                dataclasses.replace(config, remat_policy=name),
                 batch,
                 language=1.0,
                 indexers=1.0,
             )
-            for recomputed in (policy, "none")
+            for name in (policy, "none")
         )
         jax.tree.map(assert_close, got, want)
 

@@ -32,7 +32,7 @@ SMALL = small_configs.of_stage(
     dataclasses.replace(
         CONFIG,
         model=dataclasses.replace(
-            CONFIG.model, num_hidden_layers=1, first_k_dense_replace=0, mtp_num_steps=1
+            CONFIG.model, num_hidden_layers=1, first_k_dense_replace=0
         ),
     ),
     "dsa_sparse",
