@@ -20,7 +20,10 @@ from glm5_jax.inference import limits as limits_lib
 from glm5_jax.model import transformer
 from glm5_jax.serving import app, served
 from glm5_jax.weights import generation_config, loading
-from tests import small_configs
+from tests import (
+    quick_servers,  # noqa: F401  they end at once
+    small_configs,
+)
 
 TOKENIZER = tokenizer_lib.byte_tokenizer(tokenizer_lib.SPECIAL_TOKENS)
 KEY = "secret"

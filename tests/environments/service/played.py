@@ -12,6 +12,7 @@ import time
 from glm5_jax.environments import protocol
 from glm5_jax.environments.service import command, live
 from glm5_jax.http_server import listening
+from tests import quick_servers  # noqa: F401  they end at once
 
 SECRET = "pelican-4711"  # of every task: its answer, and what its crashes say
 

@@ -29,6 +29,8 @@ from tests.rl import scripted
 
 TEMPLATE = templates_test.template(clear=False)
 SETTINGS = episodes_lib.Settings(max_new_tokens=16, max_turns=3, num_concurrent=4)
+# A second try comes soon.
+AGAIN_SOON = mock.patch.object(remote, "_AGAIN_SECONDS", 0.02)
 
 
 def collect(taskset, answer, indices=range(4), **how):
@@ -137,6 +139,7 @@ class RemoteTest(parameterized.TestCase):
         self.assertEqual(found, own)
         self.assertLen({str(said) for said in own}, 20)
 
+    @AGAIN_SOON
     def test_an_episode_waits_for_its_place(self):
         server = self.serve(max_episodes=1)
         there = environments.make(server.url)
@@ -167,6 +170,7 @@ class RemoteTest(parameterized.TestCase):
         ("http://127.0.0.1:x", "must be http://HOST:PORT"),
         ("https://127.0.0.1:8010/?a=b", "must be http://HOST:PORT"),
     )
+    @AGAIN_SOON
     def test_wrong_addresses_are_one_message(self, name, message):
         with self.assertRaisesRegex(config.InputError, message) as caught:
             environments.make(name)
@@ -216,6 +220,7 @@ class OwnProcess:
 # These processes become other programs at once.
 @pytest.mark.filterwarnings("ignore:os.fork")
 class EndTest(absltest.TestCase):
+    @AGAIN_SOON
     def test_a_killed_service_spoils_episodes_and_no_run(self):
         """Then a new one at the same address plays those that follow."""
         server = OwnProcess()
@@ -273,7 +278,7 @@ class EndTest(absltest.TestCase):
             server.process.send_signal(signal.SIGTERM)
             while played.ask(server.port, "GET", "/health")[0] == 200:
                 await asyncio.sleep(0.01)
-            await asyncio.sleep(2)  # beyond the end of a server without episodes
+            await asyncio.sleep(1)  # a server without episodes ends in 0.3 s
             with (
                 mock.patch.object(remote, "_FULL_SECONDS", 0.0),
                 self.assertRaisesRegex(remote.ServiceError, "about to end"),

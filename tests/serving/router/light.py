@@ -13,6 +13,7 @@ from starlette import applications, responses, routing
 
 from glm5_jax.http_server import guard, listening
 from glm5_jax.serving.router import app
+from tests import quick_servers  # noqa: F401  they end at once
 
 KEY = "inner"  # of the replicas
 _REFUSALS = {"busy": 429, "failing": 500, "closing": 503, "other": 409}
