@@ -125,6 +125,7 @@ PRELOAD = "LD_PRELOAD"
 
 environment.configure(has_cache=False)
 typecheck.install()
+gc.set_threshold(*GARBAGE_THRESHOLDS)  # before the tests are imported
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -228,10 +229,9 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Lets the garbage collector skip what the imports have made, and run rarely."""
+    """Lets the garbage collector skip what the imports have made."""
     environment.remember_shuffles()
     gc.freeze()
-    gc.set_threshold(*GARBAGE_THRESHOLDS)
 
 
 @pytest.hookimpl(optionalhook=True)
