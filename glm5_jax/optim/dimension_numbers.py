@@ -119,6 +119,20 @@ class Layout:
         return x.reshape(*batch, rows, -1)
 
 
+def stacked(x: Array, is_transposed: bool) -> Array:
+    """Reshapes [..., rows, cols], or their transposes, to [matrices, rows, cols]."""
+    x = x.mT if is_transposed else x
+    return x.reshape(-1, *x.shape[-2:])
+
+
+def unstacked(x: Array, is_transposed: bool, shape: tuple[int, ...]) -> Array:
+    """Undoes `stacked` of an array of this shape."""
+    *batch, rows, cols = shape
+    if is_transposed:
+        return x.reshape(*batch, cols, rows).mT
+    return x.reshape(shape)
+
+
 def from_names(
     names: tuple[str, ...], is_split: bool, cuts: Mapping[str, int]
 ) -> DimensionNumbers:

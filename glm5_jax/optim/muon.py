@@ -237,14 +237,12 @@ def _together(function: Function, parts: Sequence[Array]) -> list[Array]:
     """Applies a function to [..., rows, cols] of one shape, or of its transpose."""
     if len(parts) == 1:
         return [function(parts[0])]
-    wide = [x.mT if x.shape[-2] > x.shape[-1] else x for x in parts]
-    stacks = [x.reshape(-1, *x.shape[-2:]) for x in wide]
+    are_tall = [x.shape[-2] > x.shape[-1] for x in parts]
+    stacks = list(map(numbers_lib.stacked, parts, are_tall))
     ends = np.cumsum([len(stack) for stack in stacks])
     done = jnp.split(function(jnp.concatenate(stacks)), ends[:-1])
-    return [
-        y.reshape(w.shape).mT if w.shape != x.shape else y.reshape(x.shape)
-        for x, w, y in zip(parts, wide, done, strict=True)
-    ]
+    shapes = [x.shape for x in parts]
+    return list(map(numbers_lib.unstacked, done, are_tall, shapes))
 
 
 def _orthogonalized(orthogonalize: Function, rms: float, x: Array) -> Array:

@@ -54,14 +54,19 @@ def map_matrices(
     def local(*arrays: Array) -> list[Array]:
         split = [layout.split(x) for layout, x in zip(layouts, arrays, strict=True)]
         parts = {
-            key: _stacked(split[stack.leaf][stack.part], stack)
+            key: dimension_numbers.stacked(
+                split[stack.leaf][stack.part], stack.is_transposed
+            )
             for key, stack in stacks.items()
         }
         for group in groups:
             parts |= _mapped(function, group, parts)
         for (leaf, part), x in parts.items():
-            old = split[leaf][part]
-            split[leaf][part] = _unstacked(x, stacks[leaf, part], old.shape)
+            shape, is_transposed = (
+                split[leaf][part].shape,
+                stacks[leaf, part].is_transposed,
+            )
+            split[leaf][part] = dimension_numbers.unstacked(x, is_transposed, shape)
         return [
             layout.join(part, x.shape)
             for layout, part, x in zip(layouts, split, arrays, strict=True)
@@ -82,20 +87,6 @@ def _without_cut(
     return PartitionSpec(
         *(None if i == layout.cut[0] else a for i, a in enumerate(spec))
     )
-
-
-def _stacked(x: Array, stack: matrix_groups.Stack) -> Array:
-    """Reshapes a stack's blocks [..., rows, columns] to [matrices, rows, columns]."""
-    x = x.mT if stack.is_transposed else x
-    return x.reshape(-1, *x.shape[-2:])
-
-
-def _unstacked(x: Array, stack: matrix_groups.Stack, shape: tuple[int, ...]) -> Array:
-    """Undoes `_stacked`."""
-    *batch, rows, cols = shape
-    if stack.is_transposed:
-        return x.reshape(*batch, cols, rows).mT
-    return x.reshape(shape)
 
 
 def _mapped(function: Function, group: matrix_groups.Group, parts: Parts) -> Parts:
