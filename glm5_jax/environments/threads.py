@@ -109,6 +109,7 @@ class Threads(futures.ThreadPoolExecutor):
             call = self._next(number)
         while call is not None:
             call()
+            call = None  # so that a thread that waits keeps nothing of it
             with self._change:
                 self._prompt.pop(number, None)
                 call = self._next(number)

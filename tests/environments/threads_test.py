@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from concurrent import futures
 
 from absl.testing import absltest
@@ -90,6 +91,16 @@ class ThreadsTest(absltest.TestCase):
         made.shutdown()
         found[0].join(20)
         self.assertFalse(found[0].is_alive())
+
+    def test_a_thread_that_waits_keeps_nothing_of_its_last_call(self):
+        made, kept = self.made(), threading.Event()
+        seen = weakref.ref(kept)
+        made.submit(kept.is_set).result()
+        del kept
+        deadline = time.monotonic() + 20
+        while seen() is not None:
+            self.assertLess(time.monotonic(), deadline)
+            time.sleep(0.001)
 
     def test_a_call_that_is_cancelled_while_it_waits_is_not_made(self):
         made, seen = self.made(seconds=60.0), []

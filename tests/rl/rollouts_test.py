@@ -619,6 +619,8 @@ class ManyTest(parameterized.TestCase):
 
             collect(Scripted(step), count)
 
+            self.wait_for_threads()
+
         run(25)
         before = left_behind()
         self.addCleanup(tracemalloc.stop)
@@ -626,12 +628,17 @@ class ManyTest(parameterized.TestCase):
         run(50)
         self.assertEqual(left_behind(), before)
         self.assertLess(tracemalloc.get_traced_memory()[0], 200 * MAX_EPISODE_BYTES)
-        names = [thread.name for thread in threading.enumerate()]
+
+    def wait_for_threads(self):
+        """Those of calls end soon after them; nobody else waits for it."""
         deadline = time.monotonic() + 5
-        while any(n.startswith("asyncio_") for n in names):
+        while names := [
+            thread.name
+            for thread in threading.enumerate()
+            if thread.name.startswith("asyncio_")
+        ]:
             self.assertLess(time.monotonic(), deadline, names)
             time.sleep(0.01)
-            names = [thread.name for thread in threading.enumerate()]
 
 
 _LEFT_BEHIND = (asyncio.Task, pump_lib.Pump, episodes_lib.Episode, _Environment)
