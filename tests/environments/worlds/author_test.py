@@ -5,6 +5,7 @@ a model alone.
 """
 
 import contextlib
+import dataclasses
 import json
 import pathlib
 import tempfile
@@ -61,7 +62,7 @@ def folder():
         yield pathlib.Path(name)
 
 
-SETTINGS = run.Settings(num_tasks=3, num_refinements=2, num_repeats=2, num_at_once=1)
+SETTINGS = run.Settings(num_tasks=3, num_refinements=2, num_repeats=1, num_at_once=3)
 
 
 @unittest.skipIf(MISSING, f"no bubblewrap: {MISSING}")
@@ -125,7 +126,8 @@ class RunTest(parameterized.TestCase):
         other = {**GOOD, "instruction": "Count."}
         with folder() as out:
             with self.assertRaisesRegex(config.InputError, "answers 400: no more"):
-                self.make(breaks, "lines,names", out)
+                one = dataclasses.replace(SETTINGS, num_at_once=1)
+                self.make(breaks, "lines,names", out, one)
             made = out / run.TASKS / "0001_names"  # but not in the log
             (made / "wrong").mkdir(parents=True)
             script = by_topic({"lines": [said(other)], "names": [said(other)]})
