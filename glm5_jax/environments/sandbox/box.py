@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import posixpath
 import re
 import resource
 import shlex
@@ -192,10 +193,11 @@ class Box:
         Raises:
             FileError: it could not be written.
         """
-        at = shlex.quote(path)
+        at, folder = shlex.quote(path), shlex.quote(posixpath.dirname(path) or ".")
         text = "".join(_ESCAPED[b] if b else "\\0" for b in content)
         text = text.replace("'", "\\x27")
-        made = f"mkdir -p -- \"$(dirname -- {at})\" && printf %b '{text}' > {at}"
+        made = f"{{ [ -d {folder} ] || mkdir -p -- {folder}; }}"
+        made += f" && printf %b '{text}' > {at}"
         done = await self.run(f"( cd {self._home} && {made} )")
         if done.exit_code != 0:
             raise FileError(f"{path} could not be written: {done.stderr.strip()}")
