@@ -123,7 +123,7 @@ class RLConfig:
     # the module's drafts would get worse. No gradient of it reaches the policy.
     trains_mtp: bool = False
     num_drafts: int = 0  # most tokens that the engine drafts in a round; 0 is off
-    # Weights that the engine samples with: the trainer's, or these quantized.
+    # Weights that engines and servers sample with: the trainer's, or these quantized.
     rollout_weights: RolloutWeights = "same"
     # Mean of |log pi_train / pi_infer| above which a run stops.
     max_logprob_gap: float = 0.05

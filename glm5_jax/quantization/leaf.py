@@ -172,6 +172,26 @@ def is_quantized(node: Any) -> bool:
     return isinstance(node, Quantized)
 
 
+def to_dicts(tree: Any) -> Any:
+    """Returns a tree of dicts alone: a quantized matrix is one of values and scales."""
+
+    def one(node: Any) -> Any:
+        if not is_quantized(node):
+            return node
+        return {"values": node.values, "scales": node.scales}
+
+    return jax.tree.map(one, tree, is_leaf=is_quantized)
+
+
+def from_dicts(like: Any, dicts: Any) -> Any:
+    """Returns the tree that `to_dicts` made dicts of, with the layouts of `like`."""
+
+    def one(node: Any, found: Any) -> Any:
+        return Quantized(**found, layout=node.layout) if is_quantized(node) else found
+
+    return jax.tree.map(one, like, dicts, is_leaf=is_quantized)
+
+
 def _largest(sizes: Float[Array, "*n"], layout: Layout) -> Float[Array, "*blocks"]:
     """Returns the largest of each block; the last block of a dim may be smaller."""
     first = sizes.ndim - len(layout.blocks)

@@ -33,12 +33,18 @@ def publish(
     engine.publish(_copy(params, engine.config, weights), version)
 
 
+def rollout_params(
+    params: dict, config: config_lib.ModelConfig, weights: config_lib.RolloutWeights
+) -> dict:
+    """Returns parameters as engines compute with them: cast, or quantized before."""
+    if weights != "same":
+        dims, scheme = transformer.param_dims(config), schemes.SCHEMES[weights]
+        params = schemes.quantized(params, dims, scheme)
+    return transformer.cast(params, config)
+
+
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _copy(
     params: dict, config: config_lib.ModelConfig, weights: config_lib.RolloutWeights
 ) -> dict:
-    """Returns a copy, perhaps quantized."""
-    if weights != "same":
-        dims, scheme = transformer.param_dims(config), schemes.SCHEMES[weights]
-        params = schemes.quantized(params, dims, scheme)
-    return jax.tree.map(jnp.copy, params)
+    return jax.tree.map(jnp.copy, rollout_params(params, config, weights))

@@ -15,6 +15,7 @@ from glm5_jax.config import checks
 from glm5_jax.inference import engine, limits, placement, rounds, steps, weights
 from glm5_jax.model import expert_rounds, transformer
 from glm5_jax.quantization import schemes
+from glm5_jax.rl import publisher
 from glm5_jax.training import program as program_lib
 
 OF_A_RUN = ("train", "init", "restore", "save", "push")
@@ -84,7 +85,7 @@ def make(
         return _serving(config, mesh, name, serving)
     program = program_lib.make_program(config, mesh)
     if name != "train":
-        return _of_state(program, name, config.model)
+        return _of_state(program, name, config)
     return Job(
         name=name,
         mesh=mesh,
@@ -126,14 +127,14 @@ def require_whole_rows(
 
 
 def _of_state(
-    program: program_lib.Program, name: str, model: config_lib.ModelConfig
+    program: program_lib.Program, name: str, config: config_lib.TrainConfig
 ) -> Job:
     """Returns a program that a run applies to its state outside of its steps.
 
     init draws the state. restore allocates it for the hosts to fill, and computes
     nothing. save tests whether it is finite and copies it to the hosts' memory. push
-    rounds the parameters as stage async_rl does for the servers, where they are: what
-    a host then writes is what its devices hold.
+    rounds the parameters as stage async_rl does for the servers (rl.rollout_weights),
+    where they are: what a host then writes is what its devices hold.
     """
     state, names = (program.params, program.opt_state), ("params", "opt_state")
     places = program_lib.places(state)
@@ -146,8 +147,13 @@ def _of_state(
         step = jax.jit(empty, out_shardings=places)
         return Job(name, program.mesh, step, (), (), num_tokens=0)
     if name == "push":
-        step = jax.jit(functools.partial(transformer.cast, config=model))
-        return Job(name, program.mesh, step, state[:1], names[:1], num_tokens=0)
+        rounded = functools.partial(
+            publisher.rollout_params,
+            config=config.model,
+            weights=config.rl.rollout_weights,
+        )
+        push = jax.jit(rounded)
+        return Job(name, program.mesh, push, state[:1], names[:1], num_tokens=0)
     on_hosts = jax.tree.map(lambda place: place.with_memory_kind("pinned_host"), places)
     save = lambda *state: (arrays.total(state), state)
     step = jax.jit(save, out_shardings=(None, on_hosts))

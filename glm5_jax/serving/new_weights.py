@@ -31,6 +31,7 @@ from glm5_jax.weights import loading
 # which names a folder lacks (acdirmax).
 _VISIBLE_SECONDS = 90.0
 _POLL_SECONDS = 0.5
+_SAME = "A server's --quantize must be the rl.rollout_weights of its trainer."
 
 
 @dataclasses.dataclass
@@ -118,42 +119,86 @@ def read(
       far: another way to the weight store that the path is in.
 
     Raises:
-      InputError: the engine's weights are quantized, or the path cannot be used.
+      InputError: the path cannot be used; the engine's weights are quantized, and those
+        at the path are not, or the other way round.
     """
     config, (params, mesh) = engine.config, engine.placed_params
-    is_coded = quantized.is_quantized
-    if any(map(is_coded, jax.tree.leaves(params, is_leaf=is_coded))):
-        raise config_lib.InputError(
-            "This server's weights are quantized, so they cannot be replaced; "
-            "start it without --quantize, from weights that are not."
-        )
+    is_coded = any(map(quantized.is_quantized, _leaves(params)))
     abstract = transformer.abstract_params(config)
     name = manifest.name_of(path.name)
     if name is not None:  # its arrays have the types of the computation
         cast = functools.partial(transformer.cast, config=config)
-        abstract = jax.eval_shape(cast, abstract)
+        shapes = _coded_as(params, abstract) if is_coded else abstract
+        abstract = jax.eval_shape(cast, shapes)
+    elif is_coded:
+        raise config_lib.InputError(
+            f"This server's weights are quantized; {path.name} is no version of a "
+            f"weight store, of which alone it takes new ones. Start it without "
+            f"--quantize, from weights that are not."
+        )
     elif isinstance(engine, leader.Member):  # programs would check the arrays
         raise config_lib.InputError(
             f"{path.name} is no version of a weight store, of which alone a server of "
             f"several processes takes new weights."
         )
+    abstract = _placed(abstract, config, mesh)
+    if name is None:
+        return loading.load_params(path, config, abstract)
+    wanted = quantized.to_dicts(abstract)
+    try:
+        needs, ways = Needs(wanted), [path.parent, *([far] if far else [])]
+        stores = [reader.Reader(way, needs) for way in ways]
+        found = _seen(stores, name, path.parent, last.snapshot)
+        _require_same_kind(found, is_coded)
+        placed = reader.place(found, wanted)
+    except manifest.StoreError as error:
+        hint = f" {_SAME}" if is_coded else ""
+        raise config_lib.InputError(
+            f"{path.name} cannot be used: {error}{hint}"
+        ) from error
+    last.snapshot = found
+    return quantized.from_dicts(abstract, placed)
+
+
+def _require_same_kind(found: reader.Snapshot, is_coded: bool) -> None:
+    """Checks that a version has codes if the engine's weights are codes.
+
+    Raises:
+      InputError: only one of them has.
+    """
+    if is_coded != any(leaf.endswith("/scales") for leaf in found.leaves):
+        are = "are" if is_coded else "are not"
+        raise config_lib.InputError(
+            f"This server's weights {are} quantized, unlike those of "
+            f"{found.name.folder}. {_SAME}"
+        )
+
+
+def _placed(
+    abstract: dict, config: config_lib.ModelConfig, mesh: placement.AnyMesh | None
+) -> dict:
+    """Returns shapes with the shardings of an engine."""
     if mesh is None:
         place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         places = jax.tree.map(lambda leaf: place, abstract)
     else:
         places = placement.params(abstract, config, mesh)
-    abstract = jax.tree.map(lambda x, s: x.update(sharding=s), abstract, places)
-    if name is None:
-        return loading.load_params(path, config, abstract)
-    try:
-        needs, ways = Needs(abstract), [path.parent, *([far] if far else [])]
-        stores = [reader.Reader(way, needs) for way in ways]
-        found = _seen(stores, name, path.parent, last.snapshot)
-        placed = reader.place(found, abstract)
-        last.snapshot = found
-        return placed
-    except manifest.StoreError as error:
-        raise config_lib.InputError(f"{path.name} cannot be used: {error}") from error
+    return jax.tree.map(lambda x, s: x.update(sharding=s), abstract, places)
+
+
+def _leaves(params: dict) -> list[Any]:
+    return jax.tree.leaves(params, is_leaf=quantized.is_quantized)
+
+
+def _coded_as(params: dict, shapes: dict) -> dict:
+    """Returns shapes of the codes where an engine's parameters are quantized."""
+
+    def one(ours: Any, shape: jax.ShapeDtypeStruct) -> Any:
+        if not quantized.is_quantized(ours):
+            return shape
+        return quantized.abstract(shape.shape, ours.layout)
+
+    return jax.tree.map(one, params, shapes, is_leaf=quantized.is_quantized)
 
 
 class Needs:

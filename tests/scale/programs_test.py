@@ -121,6 +121,18 @@ class StateTest(parameterized.TestCase):
         self.assertLess(made.sizes.temporaries, made.sizes.outputs / 20)
         self.assertEmpty(made.traffic.collectives)
 
+    def test_a_push_of_codes_sends_what_scales_need(self):
+        """The largest numbers of blocks that lie on several devices."""
+        rl = dataclasses.replace(SERVING.rl, rollout_weights="fp8")
+        config = dataclasses.replace(SERVING, rl=rl)
+        job = programs.make(config, mesh_lib.make_mesh(MESH), "push")
+        made = compile_lib.compile(job)
+        self.assertBetween(made.sizes.outputs / made.sizes.arguments, 0.25, 0.4)
+        kinds = {found.kind for found in made.traffic.collectives}
+        self.assertEqual(kinds, {"all-reduce"})
+        sent = sum(found.wire_bytes for found in made.traffic.collectives)
+        self.assertLess(sent, made.sizes.outputs)
+
 
 @pytest.mark.aot
 class TpuTest(parameterized.TestCase):

@@ -16,11 +16,15 @@ import numpy as np
 from absl.testing import parameterized
 
 from glm5_jax import config
-from glm5_jax.inference import leader
+from glm5_jax import mesh as mesh_lib
+from glm5_jax.inference import leader, placement
 from glm5_jax.model import transformer
+from glm5_jax.quantization import leaf as quantized
+from glm5_jax.rl import publisher
 from glm5_jax.rl.weight_store import manifest, reader, sources, writer
 from glm5_jax.serving import new_weights
 from tests import environment, forked, small_configs
+from tests.model import tiny
 from tests.serving import scripted
 
 SHAPE = (8, 6)
@@ -66,12 +70,12 @@ class NeedsTest(parameterized.TestCase):
 class Engine(leader.Member):
     """What reading weights asks of an engine."""
 
-    def __init__(self):
-        self.config = small_configs.DENSE_MODEL
+    def __init__(self, model=small_configs.DENSE_MODEL, params=(), mesh=None):
+        self.config, self._placed = model, (dict(params), mesh)
 
     @property
     def placed_params(self):
-        return {}, None
+        return self._placed
 
 
 class DifferencesTest(parameterized.TestCase):
@@ -131,6 +135,65 @@ class DifferencesTest(parameterized.TestCase):
         last.snapshot = reader.Snapshot(last.snapshot.name, leaves)
         self.opened.clear()
         self.require(lambda p: new_weights.read(engine, p, last), 1, [1, 0, 1])
+
+
+class QuantizedTest(parameterized.TestCase):
+    """A quantized server takes the codes of a trainer that rounds to its scheme."""
+
+    MODEL = small_configs.TEXT_MODEL
+
+    def setUp(self):
+        super().setUp()
+        self.root = pathlib.Path(self.create_tempdir().full_path)
+        self.store = writer.Writer(self.root)
+
+    def pushed(self, seed, weights, version):
+        """Publishes parameters as a trainer does; returns them, and their folder."""
+        params = tiny.params(self.MODEL, seed)
+        pushed = publisher.rollout_params(params, self.MODEL, weights)
+        found = self.store.publish(quantized.to_dicts(pushed), version)
+        return pushed, self.root / found.name.folder, found
+
+    def engine(self, weights, mesh=None):
+        """An engine that began with other parameters of a scheme."""
+        params = publisher.rollout_params(tiny.params(self.MODEL), self.MODEL, weights)
+        if mesh is not None:
+            places = placement.params(params, self.MODEL, mesh)
+            params = jax.device_put(params, places)
+        return Engine(self.MODEL, params, mesh)
+
+    @parameterized.product(weights=("fp8", "w4a8"), has_mesh=(False, True))
+    def test_it_holds_the_trainer_s_codes(self, weights, has_mesh):
+        axes = config.MeshConfig(data=1, fsdp=2, expert=4)
+        mesh = mesh_lib.make_mesh(axes) if has_mesh else None
+        engine, last = self.engine(weights, mesh), new_weights.Last()
+        for version, seed in enumerate((1, 2, 2)):
+            wanted, path, record = self.pushed(seed, weights, version)
+            found = new_weights.read(engine, path, last)
+            jax.tree.map(np.testing.assert_array_equal, found, wanted)
+        self.assertIsNotNone(record.base)  # nothing changed: a difference of few bytes
+        whole = sum(x.nbytes for x in jax.tree.leaves(wanted))
+        self.assertLess(record.num_bytes, 0.05 * whole)
+        ours = jax.tree.map(lambda x: x.sharding, engine.placed_params[0])
+        self.assertEqual(jax.tree.map(lambda x: x.sharding, found), ours)
+
+    @parameterized.parameters(
+        (
+            "fp8",
+            "same",
+            "are quantized, unlike those of i0000-v000000000. A server's -",
+        ),
+        ("same", "fp8", "are not quantized, unlike those of i0000-v000000000"),
+        ("fp8", "int8", "is of another model: .* --quantize must be the rl.rollout_we"),
+    )
+    def test_weights_of_another_scheme_are_refused(self, ours, theirs, words):
+        _, path, _ = self.pushed(1, theirs, 0)
+        with self.assertRaisesRegex(config.InputError, words):
+            new_weights.read(self.engine(ours), path, new_weights.Last())
+
+    def test_a_folder_is_refused(self):
+        with self.assertRaisesRegex(config.InputError, "new is no version of a weight"):
+            new_weights.read(self.engine("fp8"), self.root / "new", new_weights.Last())
 
 
 def send_weights(folder, port):

@@ -13,6 +13,7 @@ import urllib.request
 
 import numpy as np
 import pytest
+from absl.testing import parameterized
 
 from benchmarks import chaos
 from glm5_jax.rl import episode_files
@@ -110,17 +111,21 @@ class ProcessesTest(runs.FolderTest):
         summary = json.loads((workdir / "summary.json").read_text())
         self.assertIn("eval/success", summary)
 
+    @parameterized.parameters("same", "fp8")
     @pytest.mark.slow  # 40 s
-    def test_a_server_without_staleness_draws_the_tokens_of_the_synchronous_stage(self):
+    def test_a_server_without_staleness_draws_the_tokens_of_the_synchronous_stage(
+        self, weights
+    ):
         """It computes them in other batches, so sums differ in their last digits."""
         changes = {"rl.max_staleness": 0, "num_steps": 6}
+        changes |= {"rl.rollout_weights": weights, "rl.max_logprob_gap": 1.0}
         kinds = {
             "server": {},
             "synchronous": {"stage": "rl", "rl.num_engines": 0},
         }
         drawn, learnt = {}, {}
         for name, more in kinds.items():
-            workdir = self.root / name
+            workdir = self.root / f"{name}_{weights}"
             records = self.run_to_the_end(workdir, **changes, **more)
             learnt[name] = [r["train/grad_norm"] for r in records]
             drawn[name] = [
@@ -132,6 +137,8 @@ class ProcessesTest(runs.FolderTest):
         self.assertLen(drawn["server"], 6 * 2 * 4)
         self.assertEqual(drawn["server"], drawn["synchronous"])
         self.assertGreater(min(learnt["server"]), 0.1)
+        is_rounded = [r["rl/logprob_gap"] > 1e-4 for r in records]
+        self.assertEqual(is_rounded, [weights != "same"] * 6)
         np.testing.assert_allclose(learnt["server"], learnt["synchronous"], rtol=1e-5)
 
     @pytest.mark.slow

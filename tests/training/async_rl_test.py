@@ -404,12 +404,6 @@ class GateTest(parameterized.TestCase):
             {"quarantine": "end"},
             "quarantine='end' would end nothing in stage",
         ),
-        (
-            "quantized",
-            "async_rl",
-            {"num_engines": 1, "rollout_weights": "int8"},
-            "rollout_weights must be 'same' where servers sample",
-        ),
     )
     def test_settings_that_nothing_would_read_are_refused(self, stage, rl, words):
         with self.assertRaisesRegex(config_lib.InputError, words):

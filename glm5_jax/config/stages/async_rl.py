@@ -10,17 +10,10 @@ from glm5_jax.config.stages import record, rl
 
 
 def _rules(config: record.Config) -> list[record.Rule]:
-    """Returns the rules of episodes, and of the weights that servers take."""
-    weights = config.rl.rollout_weights
+    """Returns the rules of episodes, and of evaluations beside them."""
     return [
         *rl.episode_rules(config),
         *rl.reward_rules(config),
-        (
-            not config.rl.has_servers or weights == "same",
-            f"rl.rollout_weights must be 'same' where servers sample, got {weights!r}: "
-            f"they take weights that are not quantized. Set rl.num_engines=0 without "
-            f"rl.servers, or rl.rollout_weights='same'.",
-        ),
         (
             not config.rl.evaluates_beside
             or not (config.stop_metric or config.checkpoints_keep_best),

@@ -30,10 +30,10 @@ from absl import logging
 from glm5_jax import api_key, command_line
 from glm5_jax import config as config_lib
 from glm5_jax.http_server import extra
-from glm5_jax.model import transformer
 from glm5_jax.processes import own_folder, simulate, together
+from glm5_jax.quantization import leaf as quantized
 from glm5_jax.rl import episodes as episodes_lib
-from glm5_jax.rl import held_out, trajectories
+from glm5_jax.rl import held_out, publisher, trajectories
 from glm5_jax.rl.weight_store import manifest
 from glm5_jax.rl.weight_store import writer as writer_lib
 from glm5_jax.training.feeds import actors
@@ -73,7 +73,12 @@ class EngineProcesses:
         self._store: writer_lib.Writer | None = None
         self._port = 0  # of the orchestrator
         self._version = -1  # that the servers have
-        self._cast = jax.jit(functools.partial(transformer.cast, config=config.model))
+        weights = config.rl.rollout_weights
+        self._rollout_params = jax.jit(
+            functools.partial(
+                publisher.rollout_params, config=config.model, weights=weights
+            )
+        )
 
     def publish(self, params: dict, version: int) -> None:
         """Adds a version to the store, and waits until the servers have it.
@@ -89,7 +94,8 @@ class EngineProcesses:
             self._launch(params)
         assert self._store is not None
         began, self._version = time.perf_counter(), version
-        made = self._store.publish(self._cast(params), version)
+        pushed = quantized.to_dicts(self._rollout_params(params))
+        made = self._store.publish(pushed, version)
         if made is None:  # of another process
             return
         self._ask("/publish", {"folder": made.name.folder, "version": version})
@@ -197,6 +203,8 @@ class EngineProcesses:
             value = getattr(config.model, field.name)
             if value != getattr(stored, field.name):
                 changes.append(f"--config.model.{field.name}={value}")
+        if rl.rollout_weights != "same":
+            changes.append(f"--quantize={rl.rollout_weights}")
         return [
             "glm5_jax.serve",
             f"--checkpoint={checkpoint}",
