@@ -82,7 +82,7 @@ def quantize(
         is quantized already.
     """
     source = loading.find(checkpoint)
-    if source.settings.get("quantization_config") is not None:
+    if source.is_quantized:
         raise config_lib.InputError(
             f"{checkpoint} is quantized already; take the model that it was made of."
         )

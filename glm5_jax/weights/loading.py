@@ -55,6 +55,11 @@ class Source(NamedTuple):
         """Returns whether the weights are safetensors, not Orbax."""
         return "model_type" in self.settings
 
+    @property
+    def is_quantized(self) -> bool:
+        """Returns whether the weights are codes and scales."""
+        return self.settings.get("quantization_config") is not None
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Overridable:

@@ -52,7 +52,7 @@ def load_model(
         would have to be converted to other attention.
     """
     source = loading.find(path)
-    is_coded = source.settings.get("quantization_config") is not None
+    is_coded = source.is_quantized
     if scheme == STORED and not is_coded:
         return loading.load_model(path, overrides, mesh)
     if scheme != STORED and is_coded:

@@ -1,6 +1,7 @@
 """What a trainer asks its orchestrator ends, whatever the orchestrator does."""
 
 import contextlib
+import dataclasses
 import http.server
 import json
 import pathlib
@@ -10,7 +11,9 @@ from unittest import mock
 
 from glm5_jax.rl import trajectories
 from glm5_jax.training.feeds import engine_processes
+from glm5_jax.weights import huggingface_export, loading
 from tests import environment, runs
+from tests.model import tiny
 from tests.training import rl_runs
 
 CONFIG = rl_runs.make_async(1, {"num_engines": 1})
@@ -59,6 +62,25 @@ class EngineProcessesTest(runs.FolderTest):
         made = engine_processes.EngineProcesses(CONFIG)
         made._port, made._folder = port, pathlib.Path(self.root)
         return made
+
+    def test_servers_do_not_begin_with_the_codes_of_a_release(self):
+        """They could take neither whole weights nor codes of another rounding."""
+        release, params = self.root / "release", tiny.params(CONFIG.model)
+        huggingface_export.save_params(params, CONFIG.model, release)
+        rl = dataclasses.replace(CONFIG.rl, rollout_weights="fp8")
+        config = dataclasses.replace(CONFIG, init_from=str(release), rl=rl)
+        made = engine_processes.EngineProcesses(config)
+        made._folder = pathlib.Path(self.create_tempdir().full_path)
+        command = made._serve(params, 1)
+        self.assertContainsSubset(
+            [f"--checkpoint={release}", "--quantize=fp8"], command
+        )
+        settings = json.loads((release / "config.json").read_text())
+        settings["quantization_config"] = {"quant_method": "fp8"}
+        (release / "config.json").write_text(json.dumps(settings))
+        command = made._serve(params, 1)
+        self.assertIn(f"--checkpoint={made._folder / 'start'}", command)
+        self.assertFalse(loading.find(made._folder / "start").is_quantized)
 
     def test_a_step_that_is_not_ready_is_asked_for_again(self):
         waits = {"is_ready": False}

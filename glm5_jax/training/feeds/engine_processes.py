@@ -191,11 +191,15 @@ class EngineProcesses:
         return f"http://127.0.0.1:{port}"
 
     def _serve(self, params: dict, port: int) -> list[str]:
-        """Returns the command of the servers, with a model of the right shapes."""
+        """Returns the command of the servers, with a model of the right shapes.
+
+        They begin with the checkpoint that the run begins with, unless it has codes,
+        which would not be those of rl.rollout_weights.
+        """
         config, rl = self._config, self._config.rl
         assert self._folder is not None
         checkpoint, changes = config.init_from, []
-        if checkpoint is None:
+        if checkpoint is None or loading.find(checkpoint).is_quantized:
             checkpoint = str(self._folder / "start")
             huggingface_export.save_params(params, config.model, checkpoint)
         stored = loading.read_config(loading.find(checkpoint))
