@@ -3,6 +3,7 @@
 python -m glm5_jax.episodes --run=runs/rl
 python -m glm5_jax.episodes --run=runs/rl --steps=10-20 --rescore
 python -m glm5_jax.episodes --run=runs/rl --replay
+python -m glm5_jax.episodes --run=runs/rl --skipped --steps=9 --replay
 python -m glm5_jax.episodes --run=runs/rl --steps=10-20 --html=episodes.html
 python -m glm5_jax.episodes --run=runs/rl --watch
 
@@ -10,7 +11,8 @@ Without another flag it lists the steps. --rescore lets the present environment 
 the episodes again; it samples nothing and exits with 1 if one gets another reward or
 label. --replay learns all steps again without an engine; it exits with 1 if parameters
 differ from the run's checkpoint. --html writes a page that shows every token, for a
-browser. --watch shows a run that is under way. docs/episodes.md.
+browser. --watch shows a run that is under way. --skipped takes batches, by number, of
+steps that were skipped or undone; --replay of one prints its metrics. docs/episodes.md.
 """
 
 import dataclasses
@@ -27,6 +29,7 @@ _RUN = flags.DEFINE_string("run", None, "Folder of the run.", required=True)
 _STEPS = flags.DEFINE_string("steps", "", "Steps to read, as 7 or 10-20; default all.")
 _RESCORE = flags.DEFINE_bool("rescore", False, "Scores the episodes again.")
 _REPLAY = flags.DEFINE_bool("replay", False, "Learns the steps again.")
+_SKIPPED = flags.DEFINE_bool("skipped", False, "Reads the batches in skipped/.")
 _HTML = flags.DEFINE_string("html", None, "File that gets a page of the episodes.")
 _WATCH = flags.DEFINE_bool("watch", False, "Shows the run until it ends.")
 _ENVIRONMENT = flags.DEFINE_string(
@@ -44,16 +47,21 @@ def main(arguments: command_line.Arguments) -> int:
 
         watch.follow(workdir, print, sys.stdout.isatty())
         return 0
+    from glm5_jax.rl import episode_files
     from glm5_jax.training import episode_reports, replay  # import jax: after the flags
 
     logging.set_verbosity(logging.INFO)
     config = replay.config_of(workdir)
-    steps = episode_reports.steps_of(workdir, _STEPS.value)
+    folder = episode_files.SKIPPED if _SKIPPED.value else episode_files.FOLDER
+    numbers = episode_reports.steps_of(workdir, _STEPS.value, folder)
     if _REPLAY.value:
         compile_cache.enable()
-        found = replay.replay(workdir, steps[-1] if _STEPS.value else None)
+        last = numbers[-1] if _STEPS.value or _SKIPPED.value else None
+        way = {"skipped": last} if _SKIPPED.value else {"last": last}
+        found = replay.replay(workdir, **way)
         print(json.dumps(dataclasses.asdict(found)))
         return int(found.is_same is False)
+    steps = episode_files.read_whole(workdir, numbers, folder)
     if _RESCORE.value:
         lines, counts = episode_reports.rescored(
             config, workdir, steps, _ENVIRONMENT.value
@@ -64,7 +72,7 @@ def main(arguments: command_line.Arguments) -> int:
         path = pathlib.Path(_HTML.value).expanduser()
         print(episode_reports.write_page(config, workdir, steps, path))
         return 0
-    print("\n".join(episode_reports.listed(workdir, steps)))
+    print("\n".join(episode_reports.listed(steps)))
     return 0
 
 

@@ -1,18 +1,23 @@
 """The episodes of a run in its folder, one file for each step that learnt from them.
 
     RUN/episodes/STEP.json.gz
+    RUN/skipped/POSITION.json.gz
 
 A file is written aside, synced and renamed, so a reader finds a whole one or none. A
 step that is done again, after a kill or a rollback, replaces its file and deletes those
 of later steps. So the files are the history of the parameters, and the episodes of the
 groups that each step took are all that is needed to learn the same again, as a run of
 stage async_rl does after a kill.
+
+skipped/ has copies, by the position of their batch, that no later step replaces: of
+steps whose gradient was not finite, and of those that a rollback undid.
 """
 
 import dataclasses
 import gzip
 import json
 import pathlib
+import shutil
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent import futures
@@ -26,7 +31,7 @@ from glm5_jax import files
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl import long_json, trajectories
 
-FOLDER, _SUFFIX = "episodes", ".json.gz"
+FOLDER, SKIPPED, _SUFFIX = "episodes", "skipped", ".json.gz"
 FORMAT = 1  # of a file; a reader refuses others
 _PLACES = 6  # decimal places of an advantage
 _LEVEL = 1  # of zlib: 9 takes 12% less and five times as long
@@ -59,7 +64,7 @@ class Writer:
 
         Args:
           workdir: folder of the run.
-          most_bytes: of all files. Those of the oldest steps are deleted first; the
+          most_bytes: of all files of a folder. The oldest ones are deleted first; the
             newest file always stays.
         """
         self._workdir, self._most_bytes = workdir, most_bytes
@@ -92,39 +97,69 @@ class Writer:
         finally:
             self._thread.shutdown()
 
+    def set_apart(self, step: int, position: int) -> pathlib.Path:
+        """Copies the file of a step to skipped/; waits until it is on the disk.
+
+        Args:
+          step: it has a file.
+          position: of its batch.
+
+        Raises:
+          OSError: a file could not be written.
+        """
+        self.wait()
+        return self._set_apart(step, position)
+
+    def _set_apart(self, step: int, position: int) -> pathlib.Path:
+        source = path_of(self._workdir, step)
+        path = path_of(self._workdir, position, SKIPPED)
+        files.write_atomically(path, lambda new: shutil.copyfile(source, new))
+        self._bound(SKIPPED)
+        return path
+
     def _write(self, step: Step) -> None:
-        for later in (n for n in numbers(self._workdir) if n > step.step):
-            path_of(self._workdir, later).unlink()
+        again = [n for n in numbers(self._workdir) if n >= step.step]
+        for first in read_whole(self._workdir, again[:1]):
+            # Equal after a kill, when batches come again; a rollback skips some.
+            if first.position - first.step != step.position - step.step:
+                for undone in read_whole(self._workdir, again):
+                    self._set_apart(undone.step, undone.position)
+        for n in again:
+            if n > step.step:
+                path_of(self._workdir, n).unlink()
         _write(self._workdir, step)
-        sizes = {
-            n: path_of(self._workdir, n).stat().st_size for n in numbers(self._workdir)
-        }
-        for oldest in [*sizes][:-1]:
-            if sum(sizes.values()) <= self._most_bytes:
+        self._bound(FOLDER)
+
+    def _bound(self, folder: str) -> None:
+        paths = [
+            path_of(self._workdir, n, folder) for n in numbers(self._workdir, folder)
+        ]
+        sizes = [path.stat().st_size for path in paths]
+        for i, path in enumerate(paths[:-1]):
+            if sum(sizes[i:]) <= self._most_bytes:
                 break
-            path_of(self._workdir, oldest).unlink()
-            del sizes[oldest]
+            path.unlink()
 
 
-def path_of(workdir: pathlib.Path, step: int) -> pathlib.Path:
-    """Returns the file of a step."""
-    return workdir / FOLDER / f"{step}{_SUFFIX}"
+def path_of(workdir: pathlib.Path, number: int, folder: str = FOLDER) -> pathlib.Path:
+    """Returns the file of a step; in SKIPPED, of a position."""
+    return workdir / folder / f"{number}{_SUFFIX}"
 
 
-def numbers(workdir: pathlib.Path) -> list[int]:
-    """Returns the steps that have a file, in order."""
-    names = (p.name for p in (workdir / FOLDER).glob(f"*{_SUFFIX}"))
+def numbers(workdir: pathlib.Path, folder: str = FOLDER) -> list[int]:
+    """Returns the steps that have a file, in order; in SKIPPED, the positions."""
+    names = (p.name for p in (workdir / folder).glob(f"*{_SUFFIX}"))
     stems = (name.removesuffix(_SUFFIX) for name in names)
     return sorted(int(stem) for stem in stems if stem.isdecimal())
 
 
-def read(workdir: pathlib.Path, step: int) -> Step:
-    """Returns what a step learnt from.
+def read(workdir: pathlib.Path, number: int, folder: str = FOLDER) -> Step:
+    """Returns what a step learnt from; see `path_of`.
 
     Raises:
       DamagedError: the file is not one that `Writer` wrote.
     """
-    path = path_of(workdir, step)
+    path = path_of(workdir, number, folder)
     try:
         return _from_json(json.loads(gzip.decompress(path.read_bytes())))
     except (*_DAMAGE, trajectories.FormatError) as error:
@@ -134,12 +169,14 @@ def read(workdir: pathlib.Path, step: int) -> Step:
         ) from error
 
 
-def read_whole(workdir: pathlib.Path, steps: Sequence[int]) -> list[Step]:
+def read_whole(
+    workdir: pathlib.Path, which: Sequence[int], folder: str = FOLDER
+) -> list[Step]:
     """Returns the steps that can be read, and logs an error for every other one."""
     found = []
-    for step in steps:
+    for number in which:
         try:
-            found.append(read(workdir, step))
+            found.append(read(workdir, number, folder))
         except config_lib.DamagedError as error:
             logging.error("%s", error)
     return found

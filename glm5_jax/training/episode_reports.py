@@ -3,7 +3,7 @@
 import collections
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from glm5_jax import config as config_lib
 from glm5_jax import environments, files
@@ -15,42 +15,48 @@ from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.training.reporting import transcripts
 from glm5_jax.weights import companions
 
-_HEAD = f"{'step':>6} {'groups':>7} {'episodes':>9} {'unused':>7} {'reward':>8}  labels"
+_HEAD = (
+    f"{'step':>6} {'batch':>6} {'groups':>7} {'episodes':>9} {'unused':>7} "
+    f"{'reward':>8}  labels"
+)
 
 
-def steps_of(workdir: pathlib.Path, text: str) -> list[int]:
+def steps_of(
+    workdir: pathlib.Path, text: str, folder: str = episode_files.FOLDER
+) -> list[int]:
     """Returns the kept steps that "7" or "10-20" names; "" names all.
+
+    In the folder of skipped batches the numbers are their positions.
 
     Raises:
       InputError: none of them is kept, or the text is no such range.
     """
     if not re.fullmatch(r"(\d+(-\d+)?)?", text):
         raise config_lib.InputError(f"--steps must be N or M-N, got {text!r}.")
-    kept = episode_files.numbers(workdir)
+    kept = episode_files.numbers(workdir, folder)
     first, _, last = text.partition("-")
     low, high = int(first or 0), int(last or first or 2**31)
     found = [step for step in kept if low <= step <= high]
     if not found:
-        where = f"{workdir}/{episode_files.FOLDER}"
         has = f"steps {kept[0]} to {kept[-1]}" if kept else "no step"
         raise config_lib.InputError(
-            f"{where} has {has}, so none of --steps={text!r}. A run of stage rl or "
-            f"async_rl writes them unless rl.episodes_gib is 0."
+            f"{workdir}/{folder} has {has}, so none of --steps={text!r}. A run of "
+            f"stage rl or async_rl writes them unless rl.episodes_gib is 0."
         )
     return found
 
 
-def listed(workdir: pathlib.Path, steps: Sequence[int]) -> list[str]:
+def listed(steps: Iterable[episode_files.Step]) -> list[str]:
     """Returns a table with a line for each step."""
     lines = [_HEAD]
-    for kept in episode_files.read_whole(workdir, steps):
+    for kept in steps:
         episodes = once(kept)
         rewards = [e.reward.total for e in episodes if e.reward is not None]
         mean = f"{sum(rewards) / len(rewards):8.3f}" if rewards else f"{'-':>8}"
         labels = collections.Counter(e.label.value for e in episodes)
         words = ", ".join(f"{n} {label}" for label, n in sorted(labels.items()))
         lines.append(
-            f"{kept.step:6} {len(kept.groups):7} {len(episodes):9} "
+            f"{kept.step:6} {kept.position:6} {len(kept.groups):7} {len(episodes):9} "
             f"{len(kept.unused):7} {mean}  {words}"
         )
     return lines
@@ -59,7 +65,7 @@ def listed(workdir: pathlib.Path, steps: Sequence[int]) -> list[str]:
 def rescored(
     config: config_lib.TrainConfig,
     workdir: pathlib.Path,
-    steps: Sequence[int],
+    steps: Iterable[episode_files.Step],
     environment: str | None = None,
 ) -> tuple[list[str], dict[str, int]]:
     """Returns a line for each episode that gets another reward or label, and counts.
@@ -78,7 +84,7 @@ def rescored(
     settings = jobs.settings(config.rl)
     lines: list[str] = []
     counts = {"episodes": 0, "same": 0, "differ": 0, "diverged": 0}
-    for kept in episode_files.read_whole(workdir, steps):
+    for kept in steps:
         verdicts = rescoring.rescore(
             taskset, template, settings, config.data.sequence_length, once(kept)
         )
@@ -97,15 +103,14 @@ def rescored(
 def write_page(
     config: config_lib.TrainConfig,
     workdir: pathlib.Path,
-    steps: Sequence[int],
+    steps: Sequence[episode_files.Step],
     path: pathlib.Path,
 ) -> str:
     """Writes the HTML of steps into a file; returns what it did."""
-    kept = episode_files.read_whole(workdir, steps)
-    text = transcripts.page(config, tokenizer_of(workdir), kept, workdir.name)
+    text = transcripts.page(config, tokenizer_of(workdir), steps, workdir.name)
     files.write_text(path, text)
-    count = sum(len(once(step)) for step in kept)
-    return f"{path}: {count} episodes of {len(kept)} steps, {len(text) / 1e6:.1f} MB"
+    count = sum(len(once(step)) for step in steps)
+    return f"{path}: {count} episodes of {len(steps)} steps, {len(text) / 1e6:.1f} MB"
 
 
 def tokenizer_of(workdir: pathlib.Path) -> tokenizer_lib.Tokenizer:

@@ -2,18 +2,21 @@
 
 The parameters after a step are a function of those before it and of the groups that the
 step took (rl/episode_files.py), so a replay needs neither engine nor environment. On
-the same machine it gives the same parameters, bit for bit.
+the same machine it gives the same parameters, bit for bit, and the same metrics: also
+those of a step that was skipped because its gradient was not finite.
 """
 
 import dataclasses
 import hashlib
 import json
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from absl import logging
+from etils import epath
 
 from glm5_jax import command_line
 from glm5_jax import config as config_lib
@@ -23,6 +26,7 @@ from glm5_jax.training import critic as critic_lib
 from glm5_jax.training import program as program_lib
 from glm5_jax.training import reference, teachers
 from glm5_jax.training.feeds import policy_batch
+from glm5_jax.training.reporting import metrics as metrics_lib
 from glm5_jax.training.run import state as run_lib
 
 
@@ -35,6 +39,7 @@ class Replayed:
     is_same: bool | None  # as the checkpoint of the last step; None: there is none
     different: int  # parameters and a critic's numbers that differ from it
     sha256: str  # of all parameters
+    metrics: Mapping[str, float | None]  # of the last step; None: not finite
 
 
 def config_of(workdir: pathlib.Path) -> config_lib.TrainConfig:
@@ -53,12 +58,16 @@ def config_of(workdir: pathlib.Path) -> config_lib.TrainConfig:
         ) from error
 
 
-def replay(workdir: pathlib.Path, last: int | None = None) -> Replayed:
+def replay(
+    workdir: pathlib.Path, last: int | None = None, skipped: int | None = None
+) -> Replayed:
     """Replays as many steps as can be, and compares the end with its checkpoint.
 
     Args:
       workdir: folder of a run of stage rl or async_rl, which is only read.
       last: step to end with; None: the newest checkpoint, or the newest step kept.
+      skipped: position of a batch in skipped/. The replay ends with its step, from the
+        newest checkpoint before it, and compares nothing.
 
     Raises:
       InputError: too few episodes or checkpoints are there.
@@ -67,7 +76,11 @@ def replay(workdir: pathlib.Path, last: int | None = None) -> Replayed:
     config = config_of(workdir)
     checkpoints = step_folder.absolute(workdir) / "checkpoints"
     saved = step_folder.numbers(checkpoints)
-    first, last = _span(episode_files.numbers(workdir), saved, last)
+    if skipped is None:
+        first, last = _span(episode_files.numbers(workdir), saved, last)
+    else:
+        first, last = _before_skipped(workdir, checkpoints, skipped)
+        saved = []
     mesh = run_lib.make_mesh(config)
     program = program_lib.make_program(config, mesh)
     critic = critic_lib.make(config, program)
@@ -83,14 +96,19 @@ def replay(workdir: pathlib.Path, last: int | None = None) -> Replayed:
         with_reference = reference.make(config, program)
         with_teachers = teachers.make(config, program)
         learn = program.compile(config.num_rows)
+        metrics: dict[str, Any] = {}
         for step in range(first + 1, last + 1):
-            kept = episode_files.read(workdir, step)
+            if skipped is None:
+                kept = episode_files.read(workdir, step)
+            else:
+                kept = _read(workdir, step, skipped - (last - step))
             groups = [[*group] for group in kept.groups]
             batch = policy_batch.make(config, groups, kept.position)
             placed = jax.device_put(batch, program_lib.batch_place(mesh))
             placed = with_teachers(with_reference(placed))
-            judge, placed, _ = critic.step(judge, placed)
+            judge, placed, judged = critic.step(judge, placed)
             params, opt_state, metrics = learn(params, opt_state, placed)
+            metrics |= judged
             logging.info("Step %d: loss %.6g.", step, float(metrics["train/loss"]))
         different = None
         if last in saved:
@@ -98,7 +116,8 @@ def replay(workdir: pathlib.Path, last: int | None = None) -> Replayed:
             del there["opt_state"]
             different = _num_different({"params": params, **judge}, there)
     is_same = None if different is None else not different
-    return Replayed(first, last, is_same, different or 0, _digest(params))
+    told = metrics_lib.finite({name: float(x) for name, x in metrics.items()})
+    return Replayed(first, last, is_same, different or 0, _digest(params), told)
 
 
 def _span(kept: list[int], saved: list[int], last: int | None) -> tuple[int, int]:
@@ -120,6 +139,42 @@ def _span(kept: list[int], saved: list[int], last: int | None) -> tuple[int, int
             f"checkpoints {saved}. Raise rl.episodes_gib in the run to keep more."
         )
     return min(starts), last
+
+
+def _before_skipped(
+    workdir: pathlib.Path, checkpoints: epath.Path, position: int
+) -> tuple[int, int]:
+    """Returns the newest checkpoint that led to a skipped batch, and the batch's step.
+
+    A later rollback makes other steps of the same numbers. It skipped more batches, so
+    their positions are further from their steps.
+    """
+    step = episode_files.read(workdir, position, episode_files.SKIPPED).step
+    saved = [n for n in step_folder.numbers(checkpoints) if n < step]
+    for before in reversed(saved):
+        metadata = manager.read_metadata(checkpoints / str(before))
+        if metadata.get("position", before) - before <= position - (step - 1):
+            return before, step
+    return 0, step
+
+
+def _read(workdir: pathlib.Path, step: int, position: int) -> episode_files.Step:
+    """Returns what a step learnt from at a position.
+
+    Raises:
+      InputError: it is not kept.
+    """
+    if position in episode_files.numbers(workdir, episode_files.SKIPPED):
+        return episode_files.read(workdir, position, episode_files.SKIPPED)
+    if step in episode_files.numbers(workdir):
+        kept = episode_files.read(workdir, step)
+        if kept.position == position:
+            return kept
+    raise config_lib.InputError(
+        f"the weights of the skipped batch cannot be had again: they need batch "
+        f"{position} of step {step}, which is not kept. Replay it sooner, or raise "
+        f"rl.episodes_gib in the run."
+    )
 
 
 def _spans(steps: list[int]) -> str:

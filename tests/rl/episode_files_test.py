@@ -76,6 +76,38 @@ class EpisodeFilesTest(runs.FolderTest):
         self.assertEqual(episode_files.numbers(self.folder()), [1, 2])
         self.assertEqual(rewards(episode_files.read(self.folder(), 2)), [[2.125]])
 
+    def apart(self):
+        """The steps and positions in the folder of what was skipped, in order."""
+        skipped = episode_files.SKIPPED
+        found = episode_files.numbers(self.folder(), skipped)
+        read = episode_files.read_whole(self.folder(), found, skipped)
+        self.assertEqual([step.position for step in read], found)
+        return [(step.step, step.position) for step in read]
+
+    def test_what_a_rollback_undid_is_kept_apart(self):
+        self.write(*map(make_step, (1, 2, 3, 4)))
+        self.write(make_step(3))  # the same batch: a run that was killed
+        self.assertEqual(self.apart(), [])
+        self.write(make_step(4), make_step(3, position=4))
+        self.assertEqual(episode_files.numbers(self.folder()), [1, 2, 3])
+        self.assertEqual(self.apart(), [(3, 2), (4, 3)])
+        self.write(make_step(4, position=5), make_step(2, position=6))
+        self.assertEqual(self.apart(), [(2, 1), (3, 2), (4, 3), (3, 4), (4, 5)])
+        self.assertEqual(episode_files.numbers(self.folder()), [1, 2])
+
+    def test_a_batch_that_is_kept_apart_outlives_its_step(self):
+        writer = episode_files.Writer(
+            self.folder(), 1.0
+        )  # bytes: only the newest stays
+        for number in (1, 2, 3):
+            writer.write(make_step(number))
+            if number < 3:
+                path = writer.set_apart(number, number - 1)
+        writer.close()
+        self.assertEqual(episode_files.numbers(self.folder()), [3])
+        self.assertEqual(self.apart(), [(2, 1)])
+        self.assertEqual(path, self.folder() / "skipped" / "1.json.gz")
+
     def test_the_oldest_go_where_the_bound_is_reached(self):
         self.write(make_step(1))
         size = episode_files.path_of(self.folder(), 1).stat().st_size

@@ -15,7 +15,7 @@ from absl.testing import absltest, parameterized
 from glm5_jax import config
 from glm5_jax.rl import completer, held_out, jobs
 from glm5_jax.rl import episodes as episodes_lib
-from glm5_jax.rl.actors import failing, remote
+from glm5_jax.rl.actors import failing, remote, simulator
 from glm5_jax.rl.actors import groups as groups_lib
 from glm5_jax.rl.actors import orchestrator as orchestrator_lib
 from tests import environment
@@ -128,6 +128,48 @@ class HoursTest(parameterized.TestCase):
 
         _, seconds = virtual_time.run(main())
         return made, seconds
+
+    @parameterized.named_parameters(
+        ("synchronous", 0, 4, 10 * (5 + 2)),
+        ("overlapped", 1, 2, 10 * 5 + 2),  # the engine has room for one group
+        ("two_groups_at_once", 1, 4, 4 * (5 + 2) + 5 + 2 + 2),
+    )
+    def test_what_overlap_gains(self, max_staleness, num_concurrent, wanted):
+        """Answers take 5 s and a step 2 s; the simulator says the same."""
+        engine = orchestrator_test.Engine(seconds=lambda: 5.0)
+        groups = groups_lib.Groups(1, max_staleness)
+        made = orchestrator_test.make(
+            engine, Lucky(), groups, num_concurrent=num_concurrent
+        )
+
+        async def main():
+            async with playing(made):
+                for step in range(10):
+                    await made.take(STALL)
+                    await asyncio.sleep(2.0)
+                    engine.version = step + 1
+                    made.published(step + 1)
+
+        _, seconds = virtual_time.run(main())
+        self.assertAlmostEqual(seconds, wanted, places=6)
+        speeds = simulator.Speeds(
+            num_engines=1,
+            slots=8,
+            step_seconds=lambda n: 0.01,
+            train_seconds=lambda tokens: 2.0,
+            publish_seconds=0.0,
+        )
+        settings = simulator.Settings(
+            batch_size=1,
+            group_size=orchestrator_test.GROUP_SIZE,
+            max_staleness=max_staleness,
+            num_concurrent=num_concurrent,
+            num_steps=10,
+        )
+        found = simulator.predict(
+            lambda *_: [simulator.Turn(500, 0.0)], speeds, settings
+        )
+        self.assertAlmostEqual(found.seconds, seconds, places=6)
 
     def test_a_server_that_is_busy_for_minutes_is_waited_for(self):
         def answers():

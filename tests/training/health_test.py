@@ -12,7 +12,7 @@ from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import manager, manifest, rollback
-from glm5_jax.training import loop
+from glm5_jax.training import loop, replay
 from glm5_jax.training.feeds import corpus as corpus_lib
 from glm5_jax.training.reporting import metrics
 from glm5_jax.training.run import health as health_lib
@@ -145,6 +145,19 @@ class AccidentTest(runs.OneDeviceTest):
         self.assertEqual([r["optim/skipped_total"] for r in records[4:7]], [0, 1, 1])
         self.assertIsNone(records[5]["train/loss"])
         self.assertTrue(np.isfinite(records[-1]["train/loss"]))
+
+    def test_a_skipped_batch_is_a_function_of_its_position(self):
+        """As docs/faults.md says how to get it again."""
+        seen = {}
+
+        def spoil(batch, position):
+            seen[position] = batch
+            return without_a_number({5})(batch, position)
+
+        self.train("again_drawn", spoil)
+        feed = run_lib.make_feed(replay.config_of(self.root / "again_drawn"))
+        batch, _ = feed.next({}, 5)
+        jax.tree.map(np.testing.assert_array_equal, batch, seen[5])
 
     def test_many_of_them_end_the_run_which_can_go_on(self):
         with self.assertRaisesRegex(

@@ -6,13 +6,18 @@ import json
 import shutil
 from unittest import mock
 
+import numpy as np
+from absl.testing import parameterized
+
 from glm5_jax import config as config_lib
 from glm5_jax import environments
 from glm5_jax.environments import protocol
 from glm5_jax.rl import episode_files
-from glm5_jax.training import episode_reports, loop, replay
+from glm5_jax.training import episode_reports, loop, policy, replay
 from glm5_jax.training.feeds import groups as groups_lib
-from glm5_jax.training.feeds import rollouts
+from glm5_jax.training.feeds import policy_batch, rollouts
+from glm5_jax.training.reporting import metrics
+from glm5_jax.training.run import health as health_lib
 from tests import environment, runs
 from tests.training import rl_runs
 
@@ -81,20 +86,22 @@ class ReplayTest(runs.OneDeviceTest):
     def test_every_episode_is_kept_once_and_scored_alike(self):
         steps = episode_reports.steps_of(self.run_folder, "")
         self.assertEqual(steps, [1, 2, 3, 4])
-        lines, counts = episode_reports.rescored(self.config, self.run_folder, steps)
+        kept = episode_files.read_whole(self.run_folder, steps)
+        lines, counts = episode_reports.rescored(self.config, self.run_folder, kept)
         self.assertEqual(lines, [])
         self.assertEqual(
             counts, {"episodes": 32, "same": 32, "differ": 0, "diverged": 0}
         )
-        table = episode_reports.listed(self.run_folder, steps)
-        self.assertRegex(table[1], r"^ +1 +2 +8 +0 +0\.\d+  \d ok, \d truncated$")
+        table = episode_reports.listed(kept)
+        self.assertRegex(table[1], r"^ +1 +0 +2 +8 +0 +0\.\d+  \d ok, \d truncated$")
 
     def test_another_reward_is_listed(self):
         async def step(message):
             return protocol.StepResult((), protocol.Reward(0.25), True, False)
 
         with mock.patch.object(self.taskset, "step", step):
-            lines, counts = episode_reports.rescored(self.config, self.run_folder, [2])
+            kept = episode_files.read_whole(self.run_folder, [2])
+            lines, counts = episode_reports.rescored(self.config, self.run_folder, kept)
         self.assertEqual(counts["differ"], 8)
         self.assertLen(lines, 8)
         self.assertRegex(lines[0], r"^step 2 \S+: .*luck=[\d.]+ -> .*0\.25$")
@@ -113,7 +120,73 @@ class ReplayTest(runs.OneDeviceTest):
         feed._drawn = 0, groups_lib.Played([], [], [], {})
         feed.begin(self.root / "none", 0)
         feed.keep(1, None)
+        feed.check({policy.GAP: 0.0, "train/grad_norm": float("nan")}, 1)
         self.assertFalse((self.root / "none").exists())
+
+    @parameterized.parameters("train/grad_norm", "critic/grad_norm")
+    def test_a_batch_without_a_finite_gradient_is_kept_apart(self, name):
+        feed, folder = rollouts.Rollouts(self.config), self.root / self.id()
+        feed.begin(folder, 0)
+        norms = {"train/grad_norm": 1.0, "critic/grad_norm": 1.0}
+        for step in (1, 2):
+            feed._drawn = step + 3, groups_lib.Played([], [], [], {})
+            feed.keep(step, None)
+            feed.check({policy.GAP: 0.0, **norms}, step)
+        self.assertFalse((folder / "skipped").exists())
+        with self.assertLogs(level="WARNING") as logs:
+            feed.check({policy.GAP: 0.0, **norms, name: float("inf")}, 2)
+        feed.close()
+        self.assertIn(f"{folder}/skipped/5.json.gz", logs.output[0])
+        self.assertRegex(logs.output[0], "of step 2 is .* --skipped --steps=5 --replay")
+        kept = episode_files.read(folder, 5, episode_files.SKIPPED)
+        self.assertEqual((kept.step, kept.position), (2, 5))
+
+
+class SkippedTest(runs.OneDeviceTest):
+    """A run whose batches 4 and 5 have no finite gradient, so that it rolls back."""
+
+    def spoilt(self, config, groups, position):
+        batch = self.make(config, groups, position)
+        if position in (4, 5):
+            batch["advantages"] = np.full_like(batch["advantages"], np.nan)
+        return batch
+
+    def test_a_skipped_step_is_computed_again_after_its_rollback(self):
+        health = config_lib.HealthConfig(
+            max_skipped_in_a_row=2, on_not_finite="roll_back"
+        )
+        config = dataclasses.replace(rl_runs.STALE, health=health, checkpoint_every=3)
+        self.make, judged = policy_batch.make, {}
+        judge = health_lib.Health.must_roll_back
+
+        def seen(health, step, metrics):
+            judged.setdefault(step, metrics)  # as it was the first time
+            return judge(health, step, metrics)
+
+        taskset, folder = rl_runs.Lottery(seconds=SLOW), self.root / "run"
+        self.enterContext(runs.compile_once(rl_runs.STALE))
+        with (
+            mock.patch.object(environments, "make", return_value=taskset),
+            mock.patch.object(policy_batch, "make", self.spoilt),
+            mock.patch.object(health_lib.Health, "must_roll_back", seen),
+        ):
+            loop.train(config, folder)
+            again = {n: replay.replay(folder, skipped=n) for n in (3, 4, 5)}
+        self.assertTrue(replay.replay(folder).is_same)
+        for position, found in again.items():
+            step = position + 1
+            self.assertEqual((found.first, found.last, found.is_same), (3, step, None))
+            self.assertIn("rl/ratio", found.metrics)
+            told = {n: float(judged[step][n]) for n in found.metrics}
+            self.assertEqual(found.metrics, metrics.finite(told))
+            is_spoilt = position > 3
+            self.assertEqual(found.metrics["train/grad_norm"] is None, is_spoilt)
+        # A skipped update leaves the weights as they are.
+        self.assertEqual(again[4].sha256, again[3].sha256)
+        self.assertEqual(again[5].sha256, again[3].sha256)
+        episode_files.path_of(folder, 3, episode_files.SKIPPED).unlink()
+        with self.assertRaisesRegex(config_lib.InputError, "need batch 3 of step 4"):
+            replay.replay(folder, skipped=5)
 
 
 if __name__ == "__main__":

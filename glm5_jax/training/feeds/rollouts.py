@@ -5,6 +5,7 @@ advantages, and every sample becomes a row.
 """
 
 import json
+import math
 import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +34,7 @@ SOURCES: dict[stages.Feed, Callable[..., groups_lib.Source]] = {
     "stream": stream.Stream,
 }
 _WARN_EVERY = 25  # steps in a row that teach nothing
+_GRAD_NORMS = "train/grad_norm", "critic/grad_norm"  # metrics of a step
 
 
 class GapError(RuntimeError):
@@ -71,7 +73,9 @@ class Rollouts:
 
     def begin(self, workdir: pathlib.Path, step: int) -> None:
         """Uses the folder of a run, in which steps of before a kill may be kept."""
-        self._workdir = workdir
+        self._workdir, limit = workdir, self._config.rl.episodes_gib * 2**30
+        if limit and together.is_first():
+            self._files = episode_files.Writer(workdir, limit)
         self._source.begin(workdir, step)
 
     def restrict_to(self, rows: Mapping[int, Sequence[int]]) -> None:
@@ -108,15 +112,12 @@ class Rollouts:
 
     def keep(self, step: int, advantages: jax.Array | None) -> None:
         """Writes the episodes of the last batch into the run's folder."""
-        limit, (position, played) = self._config.rl.episodes_gib * 2**30, self._drawn
-        if not limit or played.is_kept:
+        position, played = self._drawn
+        if not self._config.rl.episodes_gib or played.is_kept:
             return
         values = None if advantages is None else together.whole(advantages)
-        if not together.is_first():
-            return
         if self._files is None:
-            assert self._workdir is not None, "begin comes first"
-            self._files = episode_files.Writer(self._workdir, limit)
+            return
         told = {}
         if values is not None:
             told = policy_batch.by_sample(self._config, played.groups, values)
@@ -136,9 +137,23 @@ class Rollouts:
     def check(self, metrics: feed.Metrics, step: int) -> None:
         """Ends the run if trainer and engine disagree.
 
+        Before, it keeps a batch whose gradient is not finite, of policy or critic.
+
         Raises:
           GapError: rl/logprob_gap is above rl.max_logprob_gap, or not a number.
         """
+        norms = [float(metrics[name]) for name in _GRAD_NORMS if name in metrics]
+        if self._files is not None and not all(map(math.isfinite, norms)):
+            position = self._drawn[0]
+            logging.warning(
+                "The gradient of step %d is not finite. Its batch is kept in %s; "
+                "python -m glm5_jax.episodes --run=%s --skipped --steps=%d --replay "
+                "computes the step again.",
+                step,
+                self._files.set_apart(step, position),
+                self._workdir,
+                position,
+            )
         gap, limit = float(metrics[policy.GAP]), self._config.rl.max_logprob_gap
         if not gap <= limit:
             self._disown(step)
