@@ -103,6 +103,11 @@ class WeightStoreTest(parameterized.TestCase):
         self._require(held, _params(0))
         self.assertEqual(held.version, 1)
 
+    def test_no_changes_are_whole_in_their_turn(self) -> None:
+        store = writer.Writer(self.root, full_every=3)
+        sizes = [store.publish(_params(0), n).num_bytes for n in range(7)]
+        self.assertEqual([bool(n) for n in sizes], [True, False, False] * 2 + [True])
+
     def test_windows_have_32_mib_and_begin_at_64_bytes(self) -> None:
         blocks = [*writer._blocks(np.zeros(2**26 + 8, np.uint8))]
         starts = [(0,), (2**25,), (2**26,)]

@@ -2,17 +2,19 @@
 
 import dataclasses
 import gzip
+import itertools
 import json
 import shutil
 from unittest import mock
 
+import jax
 import numpy as np
 from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
 from glm5_jax import environments
 from glm5_jax.environments import protocol
-from glm5_jax.rl import episode_files
+from glm5_jax.rl import episode_files, publisher
 from glm5_jax.training import episode_reports, loop, policy, replay
 from glm5_jax.training.feeds import groups as groups_lib
 from glm5_jax.training.feeds import policy_batch, rollouts
@@ -22,6 +24,7 @@ from tests import environment, runs
 from tests.training import rl_runs
 
 SLOW = 0.02  # seconds that an environment thinks
+GAP_ATOL = 1e-5  # of a log-probability in float32, summed in another order
 
 
 class ReplayTest(runs.OneDeviceTest):
@@ -143,31 +146,69 @@ class ReplayTest(runs.OneDeviceTest):
 
 
 class SkippedTest(runs.OneDeviceTest):
-    """A run whose batches 4 and 5 have no finite gradient, so that it rolls back."""
+    """Runs some of whose batches have no finite gradient."""
 
-    def spoilt(self, config, groups, position):
-        batch = self.make(config, groups, position)
-        if position in (4, 5):
-            batch["advantages"] = np.full_like(batch["advantages"], np.nan)
-        return batch
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.enterClassContext(runs.compile_once(rl_runs.STALE))
+        taskset = rl_runs.Lottery(seconds=SLOW)
+        make = mock.patch.object(environments, "make", return_value=taskset)
+        cls.enterClassContext(make)
+
+    def spoiling(self, *positions):
+        """Patches what makes batches, also of kept episodes."""
+        make = policy_batch.make
+
+        def spoilt(config, groups, position):
+            batch = make(config, groups, position)
+            if position in positions:
+                batch["advantages"] = np.full_like(batch["advantages"], np.nan)
+            return batch
+
+        return mock.patch.object(policy_batch, "make", spoilt)
+
+    def test_a_skipped_update_gives_the_same_weights_the_next_number(self):
+        publish, published = publisher.publish, {}
+
+        def seen(engine, params, version, weights):
+            published.setdefault(version, jax.device_get(params))
+            publish(engine, params, version, weights)
+
+        with self.spoiling(2, 3), mock.patch.object(publisher, "publish", seen):
+            loop.train(rl_runs.STALE, self.root / "numbers")
+        is_new = [
+            any(jax.tree.leaves(jax.tree.map(lambda a, b: np.any(a != b), old, new)))
+            for old, new in itertools.pairwise(published.values())
+        ]
+        self.assertEqual([*published], [0, 1, 2, 3, 4, 5, 6])
+        self.assertEqual(is_new, [True, True, False, False, True, True])
+        records = metrics.read(self.root / "numbers" / "metrics.jsonl")
+        self.assertLessEqual(max(r["rollout/staleness_max"] for r in records), 2)
+        gaps = [
+            max(record[f"rl/logprob_gap/stale_{n}"] for n in (1, 2))
+            for record in records
+        ]
+        # Versions 2, 3 and 4 are one policy, which step 5 knows to be its own.
+        *_, stale = (records[4][f"rl/tokens/stale_{n}"] for n in (1, 2))
+        self.assertGreater(stale, 0)
+        self.assertLess(gaps[4], GAP_ATOL)
+        self.assertGreater(max(gaps), 1e-3)
 
     def test_a_skipped_step_is_computed_again_after_its_rollback(self):
         health = config_lib.HealthConfig(
             max_skipped_in_a_row=2, on_not_finite="roll_back"
         )
         config = dataclasses.replace(rl_runs.STALE, health=health, checkpoint_every=3)
-        self.make, judged = policy_batch.make, {}
-        judge = health_lib.Health.must_roll_back
+        judge, judged = health_lib.Health.must_roll_back, {}
 
         def seen(health, step, metrics):
             judged.setdefault(step, metrics)  # as it was the first time
             return judge(health, step, metrics)
 
-        taskset, folder = rl_runs.Lottery(seconds=SLOW), self.root / "run"
-        self.enterContext(runs.compile_once(rl_runs.STALE))
+        folder = self.root / "rolled_back"
         with (
-            mock.patch.object(environments, "make", return_value=taskset),
-            mock.patch.object(policy_batch, "make", self.spoilt),
+            self.spoiling(4, 5),
             mock.patch.object(health_lib.Health, "must_roll_back", seen),
         ):
             loop.train(config, folder)
