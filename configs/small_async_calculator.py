@@ -48,7 +48,6 @@ def get_config() -> ml_collections.ConfigDict:
             objective="dis",
             max_staleness=2,
             num_engines=1,
-            max_start_success=0.9,  # the SFT ends at 75% or a little above
         ),
     )
     return command_line.to_config_dict(config)

@@ -46,7 +46,6 @@ def get_config() -> ml_collections.ConfigDict:
             objective="dis",
             max_staleness=2,
             num_engines=1,
-            max_start_success=0.9,  # the SFT ends at 75% or a little above
             num_eval_tasks=256,
         ),
     )

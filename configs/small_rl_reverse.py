@@ -44,7 +44,6 @@ def get_config() -> ml_collections.ConfigDict:
             max_turns=1,
             slots=128,
             dynamic_sampling=True,
-            max_start_success=0.9,  # the SFT ends at 75% or a little above
             num_eval_tasks=256,
         ),
     )

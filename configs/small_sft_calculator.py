@@ -2,10 +2,11 @@
 
 python -m glm5_jax.train --config=configs/small_sft_calculator.py --workdir=runs/sft
 
-The run ends when 75% of held-out products are answered right. The number of steps
-therefore depends on the seed (docs/rl.md). The learning rate is constant, so that no
-step depends on the number of steps. The prompt does not describe the tool (tasks
-"calculator_untold"), which keeps an episode below 64 byte tokens.
+The run ends when 65% of held-out products are answered right. The number of steps
+therefore depends on the seed. From one evaluation to the next success moves by up to 24
+points, and RL must start below 80% (docs/rl.md, Starts). The learning rate is constant,
+so that no step depends on the number of steps. The prompt does not describe the tool
+(tasks "calculator_untold"), which keeps an episode below 64 byte tokens.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ def get_config() -> ml_collections.ConfigDict:
         eval_batches=1,
         eval_success=True,
         stop_metric="eval/success",
-        stop_at=0.75,
+        stop_at=0.65,
         sample_prompt="123*456",
         sample_tokens=32,
         model=dataclasses.replace(presets.BYTES, index_topk=32),

@@ -4,8 +4,9 @@ python -m glm5_jax.train --config=configs/small_sft_reverse.py --workdir=runs/sf
 
 The run ends when 75% of held-out words are spelt right. The number of steps therefore
 depends on the seed. RL needs a start that solves some tasks of every length, but not
-all: after an end at 50%, words of six letters may die out in RL (docs/rl.md). The
-learning rate is constant, so that no step depends on the number of steps.
+all: after an earlier end words of six letters may die out in RL, and it must start
+below 80% of the same words, so they are evaluated every two steps (docs/rl.md, Starts).
+The learning rate is constant, so that no step depends on the number of steps.
 """
 
 import ml_collections
@@ -19,7 +20,7 @@ def get_config() -> ml_collections.ConfigDict:
     config = config_lib.TrainConfig(
         stage="sft",
         num_steps=1000,
-        eval_every=5,
+        eval_every=2,
         eval_batches=1,
         eval_success=True,
         stop_metric="eval/success",
@@ -42,7 +43,11 @@ def get_config() -> ml_collections.ConfigDict:
             warmup_steps=5,
         ),
         rl=config_lib.RLConfig(
-            environment="reverse:3-6", max_new_tokens=8, max_turns=1, slots=128
+            environment="reverse:3-6",
+            max_new_tokens=8,
+            max_turns=1,
+            slots=128,
+            num_eval_tasks=256,
         ),
     )
     return command_line.to_config_dict(config)

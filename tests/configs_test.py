@@ -31,6 +31,27 @@ class ConfigsTest(parameterized.TestCase):
             self.assertIsInstance(config, config_lib.TrainConfig)
 
     @parameterized.parameters(
+        ("calculator", "rl"),
+        ("calculator", "async"),
+        ("reverse", "rl"),
+        ("reverse", "async"),
+        ("mixture", "async"),
+    )
+    def test_sft_ends_where_rl_may_start(self, task, stage):
+        """SFT plays what RL's gate plays, and ends well below the gate's bound."""
+        sft, rl = (
+            command_line.Arguments(
+                config=str(CONFIGS[0].with_name(f"small_{name}_{task}.py"))
+            ).train_config()
+            for name in ("sft", stage)
+        )
+        for name in ("environment", "max_new_tokens", "max_turns", "temperature"):
+            self.assertEqual(getattr(sft.rl, name), getattr(rl.rl, name), name)
+        most = rl.rl.max_start_success
+        self.assertEqual(most, config_lib.RLConfig.max_start_success)
+        self.assertLessEqual(sft.stop_at, most - 0.049)
+
+    @parameterized.parameters(
         (
             {"checkpoints_keep_every": 150},
             "multiple of checkpoint_every, .* 150 and 100",
