@@ -21,6 +21,8 @@ def traffic(module: hlo.Module, spare: float | int = 1) -> float:
     - An operand that is only sliced, and a result that is only updated, count as the
       slice.
     - A kernel that declares what it moves counts as that.
+    - The start of what a SparseCore does names no arrays: its `custom-call-update`
+      counts instead.
     - A grouped product counts the rows at an even load, as compiled/flops.py does.
       All other operations on the experts' rows have shapes that do not depend on the
       load, so they move whole buffers.
@@ -70,6 +72,10 @@ def of_instruction(
         return max(inside, default=0.0)
     if is_grouped(i):
         return _grouped(body, i, spare)
+    if '"AllocateBuffer"' in i.rest:  # it writes nothing
+        return 0.0
+    if i.opcode == "custom-call-update":
+        return float(_of_sparse_core(module, i, body[i.operands[0]]))
     if i.opcode in _VIEWS or i.opcode.endswith(("-done", "-update")):
         return 0.0
     return float(sum(_moved(module, body, i)))
@@ -95,6 +101,25 @@ def _grouped(
         is_rows = shape.count(",") == 1
         total += is_hbm * size / (spare if is_rows else num_layers)
     return total
+
+
+def _of_sparse_core(
+    module: hlo.Module, i: hlo.Instruction, start: hlo.Instruction
+) -> int:
+    """Bytes of an update whose type is ((operands), result, state), as XLA gives it.
+
+    A scatter writes its last operand into the first one, in place.
+    """
+    operands, result = (hlo.elements(x) for x in hlo.elements(i.type)[:2])
+    if _scatters(module, start):
+        operands, result = operands[1:], operands[-1:]
+    return sum(_hbm(x) for x in (*operands, *result))
+
+
+def _scatters(module: hlo.Module, i: hlo.Instruction) -> bool:
+    """Returns whether there is a scatter in what an instruction calls."""
+    inner = (j for c in i.called() for j in module.computations.get(c, {}).values())
+    return any(j.opcode == "scatter" or _scatters(module, j) for j in inner)
 
 
 def _moved(

@@ -141,6 +141,35 @@ ragged-all-to-all-start(%a, %b), replica_groups={{0,1}}
         want = 8 * rows + (8 + 4 + 4) * rows
         self.assertEqual(hbm.traffic(hlo.parse(text)), want)
 
+    @parameterized.named_parameters(
+        ("gather", "gather", "", 8 * 128 + 16 + 16 * 128),
+        ("scatter", "scatter", ", f32[16,128]{1,0}", 16 + 2 * 16 * 128),  # in place
+    )
+    def test_of_what_a_sparse_core_does(self, opcode, more, want):
+        """Its start has no operands; the update has them, with the result."""
+        rows = 16 if opcode == "gather" else 8
+        text = rf"""HloModule f
+
+%called (a: f32[8,128], b: s32[16]) -> f32[{rows},128] {{
+  %a = f32[8,128]{{1,0}} parameter(0)
+  %b = s32[16]{{0}} parameter(1)
+  ROOT %inner = f32[{rows},128]{{1,0}} {opcode}(%a, %b)
+}}, execution_thread="sparsecore"
+
+ENTRY %main (a: f32[8,128], b: s32[16], c: f32[16,128]) -> f32[{rows},128] {{
+  %a = f32[8,128]{{1,0}} parameter(0)
+  %b = s32[16]{{0}} parameter(1)
+  %c = f32[16,128]{{1,0}} parameter(2)
+  %room = f32[512,128]{{1,0}} custom-call(), custom_call_target="AllocateBuffer"
+  %there = ((), (), (s32[64]{{0:S(11)}})) custom-call-start(), \
+async_execution_thread="sparsecore", called_computations={{%called}}
+  %doing = ((f32[8,128]{{1,0}}, s32[16]{{0}}{more}), f32[{rows},128]{{1,0}}, \
+(s32[64]{{0}})) custom-call-update(%there, %a, %b, %c)
+  ROOT %done = f32[{rows},128]{{1,0}} custom-call-done(%doing)
+}}
+""".replace("\\\n", "")
+        self.assertEqual(hbm.traffic(hlo.parse(text)), 4 * want)
+
     def test_a_write_in_place_and_a_kernel_that_states_its_bytes(self):
         rows = 4 * 8 * 128  # read once, written once
         want = 2 * rows + 4 * 8 + 777
