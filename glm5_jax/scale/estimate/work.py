@@ -1,10 +1,9 @@
-"""FLOPs of a training step and its bytes of HBM, from shapes alone.
+"""FLOPs of a training step, from shapes alone.
 
 FLOPs are those of matrix products, recomputation included. Experts have equal loads: a
 row for each token and chosen expert, not the worst case that the buffers hold.
 """
 
-import math
 from collections.abc import Callable, Mapping
 
 from glm5_jax import depth as depth_lib
@@ -16,20 +15,9 @@ from glm5_jax.scale.estimate import traffic
 Setting = setting_lib.Setting
 BACKWARD = 2  # products of a backward pass: for the input, and for the weights
 KEY_BLOCK = 512  # keys that a kernel of attention masks or skips together
-# Times that a layer reads or writes its hidden states in a forward pass, besides its
-# large buffers: norms, residuals, projections.
-STATE_READS = 30
-# Of an expert buffer: spread, products in and out, gates, sum back; times its rows.
-ROWS_READS = 5
-WHOLE_ROWS_READS = 8  # ... where all are one chunk, seen in three programs
-# Of a matrix in Newton-Schulz: five steps of three products, each read and written.
-MUON_READS = 30
 # Products of an attention's backward pass over those of its forward pass, where it has
 # keys and values of equal width and masks: scores twice, dp twice, dq, dk, dv.
 OTHERS_BACKWARD = 3.5
-# Of the latents on a list by the backward kernel: fetched, and sums read and written.
-LIST_READS = 4
-LOGITS_READS = 6  # of a chunk's float32 logits: exponents, sums, gradient
 
 
 def flops(s: Setting) -> dict[str, float]:
@@ -68,7 +56,7 @@ def critic(s: Setting) -> float:
 def forward(s: Setting) -> float:
     """Counts the products of a forward pass alone, as where a text is only read."""
     of_layers = 3 * sum(n for kind, n in s.layer_kinds.items() if kind.has_experts)
-    kernels = _passes(s, "kernels")
+    kernels = num_passes(s, "kernels")
     return (
         _dense_products(s, lambda weight: 1)
         + expert_products(s) * of_layers / max(num_expert_products(s), 1)
@@ -84,12 +72,13 @@ def dense_products(s: Setting) -> float:
     What keeps the states after attention, and the gradients of the indexer's loss, does
     not compute the output of the one and the queries of the other again.
     """
+    return _dense_products(s, lambda weight: passes_of(s, weight) + BACKWARD)
 
-    def passes(weight: setting_lib.Weight) -> int:
-        is_kept = weight.name.endswith(("o_proj", "wq_b", "weights_proj"))
-        return _passes(s, "kernels" if is_kept else "rest") + BACKWARD
 
-    return _dense_products(s, passes)
+def passes_of(s: Setting, weight: setting_lib.Weight) -> int:
+    """Counts forward passes of a dense matrix, as `dense_products` says."""
+    is_kept = weight.name.endswith(("o_proj", "wq_b", "weights_proj"))
+    return num_passes(s, "kernels" if is_kept else "rest")
 
 
 def _dense_products(s: Setting, passes: Callable[[setting_lib.Weight], int]) -> float:
@@ -97,7 +86,7 @@ def _dense_products(s: Setting, passes: Callable[[setting_lib.Weight], int]) -> 
     total = 0.0
     for kind, count in _layers(s).items():
         for weight in setting_lib.dense(s.layer(kind)):
-            of_a_pass = 2 * count * _tokens_of(s, weight) * s.fetched(weight)
+            of_a_pass = 2 * count * tokens_of(s, weight) * s.fetched(weight)
             total += of_a_pass * passes(weight)
     if s.mtp_steps:
         weight = s.others["eh_proj"]
@@ -113,16 +102,21 @@ def expert_products(s: Setting) -> float:
 
 
 def num_expert_products(s: Setting) -> int:
+    """Counts the products of all layers with experts."""
+    count = sum(n for kind, n in s.layer_kinds.items() if kind.has_experts)
+    return count * num_products(s) + s.mtp_steps * num_products(s, is_mtp=True)
+
+
+def num_products(s: Setting, is_mtp: bool = False) -> int:
     """Three of each row and layer, and twice that for gradients; some again.
 
     The recomputation of a layer needs no result of the last product; that of MTP's
     does, as a norm follows, and its chunks are then computed once more.
     """
-    count = sum(n for kind, n in s.layer_kinds.items() if kind.has_experts)
-    layer = 3 + 3 * BACKWARD + 2 * (_passes(s, "experts") - 1)
-    again = _passes(s, "rest") - 1
-    module = layer + again * (3 if s.chunks > 1 else 1)
-    return count * layer + s.mtp_steps * module
+    number = 3 + 3 * BACKWARD + 2 * (num_passes(s, "experts") - 1)
+    if is_mtp:
+        number += (num_passes(s, "rest") - 1) * (3 if s.chunks > 1 else 1)
+    return number
 
 
 def vocabulary(s: Setting) -> float:
@@ -149,7 +143,7 @@ def attention(s: Setting) -> float:
         score = value + model.qk_rope_head_dim
         backward = 3 * score + 2 * value
     heads = model.num_attention_heads // s.over("tensor")
-    passes = _passes(s, "kernels")
+    passes = num_passes(s, "kernels")
     width = passes * (score + value) + backward
     total = 2.0 * s.tokens * keys * heads * width * _num_indexed(s)
     for kind, count in _layers(s).items():
@@ -178,7 +172,7 @@ def indexer(s: Setting) -> float:
             a_head = model.kv_lora_rank + model.qk_rope_head_dim
         products = model.num_attention_heads * a_head + (1 + BACKWARD) * width
         total += 2.0 * s.tokens * keys * products * _num_indexed(s)
-    return total * _passes(s, "kernels")
+    return total * num_passes(s, "kernels")
 
 
 def newton_schulz(s: Setting) -> float:
@@ -188,95 +182,7 @@ def newton_schulz(s: Setting) -> float:
     return matrix_groups.total(traffic.groups(s)).flops
 
 
-def hbm_bytes(s: Setting, arguments: float | int, critic: float | int = 0) -> float:
-    """Bytes read and written: a rough sum of what is large.
-
-    Arguments in and out, casts and gradients; each layer's fetched weights written,
-    and read by every chunk; rows of the experts, filled or not but for the products;
-    rows of lists; hidden states; chunks of logits, each of which reads the head and
-    adds to its gradient; Newton-Schulz.
-
-    Args:
-      s: the setting.
-      arguments: bytes of parameters, moments and batch.
-      critic: bytes of a critic's parameters and moments.
-    """
-    update = s.updates * (4.0 * arguments + newton_schulz_bytes(s))
-    a_part = (1 + s.mtp_steps) * logits_bytes(s) + _layer_bytes(s, 1, s.reads)
-    if number := s.critic_updates:
-        update += number * (4.0 * critic + newton_schulz_bytes(s.trunk))
-        a_part += _layer_bytes(s.trunk, number, 1)
-    return update + s.all_parts * a_part
-
-
-def _layer_bytes(s: Setting, learns: int, reads: int) -> float:
-    """Returns the bytes of the layers, that learn from a part, or only read it.
-
-    Args:
-      s: the setting.
-      learns: times that a part is learnt from.
-      reads: forward passes alone.
-    """
-    passes = learns * (_passes(s, "rest") + BACKWARD) + reads
-    a_part = 0.0
-    for kind, count in _layers(s).items():
-        weights = s.layer(kind)
-        once = sum(s.fetched(w) * w.item for w in weights)
-        own = sum(s.fetched(w) * w.item for w in setting_lib.experts(weights))
-        a_part += count * passes * (once + own * s.chunks)
-        a_part += count * learns * STATE_READS * s.state
-        a_part += count * learns * listed_bytes(s) * (kind.index != "none")
-        if kind.has_experts:
-            times = ROWS_READS * s.chunks if s.chunks > 1 else WHOLE_ROWS_READS
-            a_part += count * passes * times * rows_bytes(s)
-    return a_part - learns * unfilled_bytes(s)
-
-
-def unfilled_bytes(s: Setting) -> float:
-    """Bytes of the rows after the last group, which grouped products skip."""
-    rows = s.tokens * s.model.num_experts_per_tok * (s.spare - 1)
-    width = s.model.moe_intermediate_size // s.over("tensor")
-    a_product = rows * (s.model.hidden_size + width) * s.item
-    return float(a_product * num_expert_products(s))
-
-
-def listed_bytes(s: Setting) -> float:
-    """Counts rows that a layer's kernels fetch one by one, those of the loss too."""
-    if not s.has_lists:
-        return 0.0
-    model = s.model
-    latent = model.kv_lora_rank + model.qk_rope_head_dim
-    passes = _passes(s, "kernels")
-    width = latent * (passes + LIST_READS)
-    if s.has_indexer_loss:
-        width += (latent + model.index_head_dim) * passes
-    return float(s.tokens * model.index_topk * width * s.item)
-
-
-def newton_schulz_bytes(s: Setting) -> float:
-    """Counts the reads and writes of the matrices that a device orthogonalises."""
-    if s.config.optim.name != "muon":
-        return 0.0
-    elements = sum(g.num_rounds * math.prod(g.shape) for g in traffic.groups(s))
-    return float(MUON_READS * s.item * elements)
-
-
-def logits_bytes(s: Setting) -> float:
-    """Counts one pass over the vocabulary with gradients, in chunks of tokens."""
-    group = s.tokens * s.over("expert")
-    words = s.model.vocab_size // s.over("tensor", "expert")
-    head = s.fetched(s.others["lm_head"])
-    chunks = -(-group // s.config.loss.chunk_tokens)
-    return 4.0 * LOGITS_READS * group * words + chunks * head * (2 * s.item + 2 * 4)
-
-
-def rows_bytes(s: Setting) -> float:
-    """Counts one expert buffer of hidden size, and its gate, up and product."""
-    width = s.model.moe_intermediate_size // s.over("tensor")
-    return float(s.expert_rows * s.item * (s.model.hidden_size + 3 * width))
-
-
-def _tokens_of(s: Setting, weight: setting_lib.Weight) -> int:
+def tokens_of(s: Setting, weight: setting_lib.Weight) -> int:
     """Tokens that meet a matrix: keys and values are made of all keys of a row."""
     is_of_keys = weight.name.endswith(("k_b_proj", "v_b_proj")) and not s.has_lists
     return s.tokens * (s.over("context") if is_of_keys else 1)
@@ -287,7 +193,7 @@ def _visible(s: Setting) -> float:
     return min((s.keys + KEY_BLOCK) / 2, float(s.keys))
 
 
-def _passes(s: Setting, what: str) -> int:
+def num_passes(s: Setting, what: str) -> int:
     """Forward passes of what `Setting.keeps` names: two where it is recomputed."""
     return 1 if s.keeps(what) else 2
 

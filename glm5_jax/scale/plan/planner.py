@@ -18,7 +18,7 @@ from glm5_jax import config as config_lib
 from glm5_jax import mesh as mesh_lib
 from glm5_jax.scale import markdown, roofline, slice_devices
 from glm5_jax.scale.compiled import report
-from glm5_jax.scale.estimate import memory, search, torus, traffic, work
+from glm5_jax.scale.estimate import hbm, memory, search, torus, traffic, work
 from glm5_jax.scale.estimate import setting as setting_lib
 from glm5_jax.scale.hlo import communication
 from glm5_jax.training.reporting import accounting
@@ -71,7 +71,7 @@ class Plan:
         return _timed(
             self,
             sum(work.flops(self.setting).values()),
-            work.hbm_bytes(
+            hbm.total(
                 self.setting,
                 self.arguments_gib * slice_devices.GIB,
                 self.memory.critic,
