@@ -2,8 +2,8 @@
 
 Products read two matrices and write one, as often as they run. Beside them libtpu moves
 large arrays: it gathers them, turns them to other layouts, adds gradients of parts.
-How often it does is read from the schedule of one program, 5 layers with rows of
-131,072 tokens (docs/log.md, 2026-11-27); sizes are shapes.
+How often it does is read from the schedules of two programs, with rows of 131,072
+and of 32,768 tokens (docs/log.md, 2026-11-27); sizes are shapes. No GPU was compared.
 """
 
 import math
@@ -172,7 +172,7 @@ def masked(s: Setting) -> float:
     if s.has_indexer_loss:
         found += model.num_attention_heads / _heads(s) * (queries + keys)
         found += 2 * index + s.tokens * s.keys / 8
-        found += 3 * 4 * s.device.chip.cores * s.rows * s.keys * model.index_head_dim
+        found += 3 * 4 * _sums(s) * s.rows * s.keys * model.index_head_dim
     return found
 
 
@@ -209,7 +209,7 @@ def listed(s: Setting) -> float:
     if s.has_indexer_loss:
         found += _packed(s, latent + index) + loss
         # Zeros that the gradient of the indexer's keys is added to; its sum over cores.
-        found += 2 * 4 * s.device.chip.cores * s.rows * s.keys * index
+        found += 2 * 4 * _sums(s) * s.rows * s.keys * index
     return found
 
 
@@ -217,7 +217,7 @@ def listed_back(s: Setting) -> float:
     """Counts the gradients of attention over listed rows."""
     padded = -(-_latent(s) // LANES) * LANES
     # Zeros to add to, in float32; summed over cores; its rows without padding.
-    width = 2 * 4 * s.device.chip.cores + 5 * s.item
+    width = 2 * 4 * _sums(s) + 5 * s.item
     return listed_kernels(s)[2] + s.rows * s.keys * padded * width
 
 
@@ -237,8 +237,14 @@ def listed_kernels(s: Setting) -> tuple[float, float, float]:
     queries = 2 * index_heads * (model.index_head_dim * s.item + 4)
     queries += heads * (latent * s.item + 4) + 4
     loss = picks * (4 + wide * s.item) + tokens * queries
-    loss += 4 * s.device.chip.cores * s.rows * s.keys * model.index_head_dim
+    loss += 4 * _sums(s) * s.rows * s.keys * model.index_head_dim
     return float(attention), float(loss), float(back)
+
+
+def _sums(s: Setting) -> int:
+    """Sums of keys' gradients that a kernel keeps: one for each TensorCore."""
+    chip = s.device.chip
+    return chip.cores if chip.platform == "tpu" else 1
 
 
 def _latent(s: Setting) -> int:

@@ -285,6 +285,14 @@ class TermsTest(parameterized.TestCase):
         for got, want in zip(found, (4768, 5953, 18721), strict=True):
             self.assertAlmostEqual(got, want, delta=0.1)
 
+    def test_only_tensor_cores_have_sums_of_their_own(self):
+        """v5p has two; a GPU's cores are its multiprocessors."""
+        config = "configs/glm5_adapt.py:sparse_128k"
+        tpu, gpu = (
+            hbm.listed(setting_of(config, x)) for x in ("v5p:8x8x8", "h200:64x8")
+        )
+        self.assertAlmostEqual(tpu - gpu, 3 * 4 * 131072 * 128, delta=1)
+
     def test_every_chunk_reads_the_experts_and_adds_to_their_gradients(self):
         given = {"model.remat_policy": "full", "model.expert_transport": "gather"}
         two, four = (
