@@ -33,6 +33,7 @@ def publish(
     engine.publish(_copy(params, engine.config, weights), version)
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def rollout_params(
     params: dict, config: config_lib.ModelConfig, weights: config_lib.RolloutWeights
 ) -> dict:

@@ -147,12 +147,8 @@ def _of_state(
         step = jax.jit(empty, out_shardings=places)
         return Job(name, program.mesh, step, (), (), num_tokens=0)
     if name == "push":
-        rounded = functools.partial(
-            publisher.rollout_params,
-            config=config.model,
-            weights=config.rl.rollout_weights,
-        )
-        push = jax.jit(rounded)
+        model, weights = config.model, config.rl.rollout_weights
+        push = jax.jit(lambda x: publisher.rollout_params(x, model, weights))
         return Job(name, program.mesh, push, state[:1], names[:1], num_tokens=0)
     on_hosts = jax.tree.map(lambda place: place.with_memory_kind("pinned_host"), places)
     save = lambda *state: (arrays.total(state), state)

@@ -123,7 +123,8 @@ def read(
         at the path are not, or the other way round.
     """
     config, (params, mesh) = engine.config, engine.placed_params
-    is_coded = any(map(quantized.is_quantized, _leaves(params)))
+    is_code = quantized.is_quantized
+    is_coded = any(map(is_code, jax.tree.leaves(params, is_leaf=is_code)))
     abstract = transformer.abstract_params(config)
     name = manifest.name_of(path.name)
     if name is not None:  # its arrays have the types of the computation
@@ -184,10 +185,6 @@ def _placed(
     else:
         places = placement.params(abstract, config, mesh)
     return jax.tree.map(lambda x, s: x.update(sharding=s), abstract, places)
-
-
-def _leaves(params: dict) -> list[Any]:
-    return jax.tree.leaves(params, is_leaf=quantized.is_quantized)
 
 
 def _coded_as(params: dict, shapes: dict) -> dict:

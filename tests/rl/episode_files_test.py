@@ -96,9 +96,8 @@ class EpisodeFilesTest(runs.FolderTest):
         self.assertEqual(episode_files.numbers(self.folder()), [1, 2])
 
     def test_a_batch_that_is_kept_apart_outlives_its_step(self):
-        writer = episode_files.Writer(
-            self.folder(), 1.0
-        )  # bytes: only the newest stays
+        most_bytes = 1.0  # only the newest stays
+        writer = episode_files.Writer(self.folder(), most_bytes)
         for number in (1, 2, 3):
             writer.write(make_step(number))
             if number < 3:

@@ -178,13 +178,9 @@ class QuantizedTest(parameterized.TestCase):
         self.assertEqual(jax.tree.map(lambda x: x.sharding, found), ours)
 
     @parameterized.parameters(
-        (
-            "fp8",
-            "same",
-            "are quantized, unlike those of i0000-v000000000. A server's -",
-        ),
-        ("same", "fp8", "are not quantized, unlike those of i0000-v000000000"),
-        ("fp8", "int8", "is of another model: .* --quantize must be the rl.rollout_we"),
+        ("fp8", "same", "are quantized, unlike those of .* --quantize must be"),
+        ("same", "fp8", "are not quantized, unlike those of .* --quantize must be"),
+        ("fp8", "int8", "is of another model: .* --quantize must be"),
     )
     def test_weights_of_another_scheme_are_refused(self, ours, theirs, words):
         _, path, _ = self.pushed(1, theirs, 0)

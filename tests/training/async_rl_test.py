@@ -40,7 +40,7 @@ from glm5_jax.training.run import state as run_lib
 from tests import environment, runs
 from tests.training import rl_runs
 
-SLOW = 0.02  # seconds that an environment thinks
+SLOW = rl_runs.SLOW
 STALE = rl_runs.STALE
 
 

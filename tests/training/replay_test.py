@@ -12,7 +12,6 @@ import numpy as np
 from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
-from glm5_jax import environments
 from glm5_jax.environments import protocol
 from glm5_jax.rl import episode_files, publisher
 from glm5_jax.training import episode_reports, loop, policy, replay
@@ -20,22 +19,17 @@ from glm5_jax.training.feeds import groups as groups_lib
 from glm5_jax.training.feeds import policy_batch, rollouts
 from glm5_jax.training.reporting import metrics
 from glm5_jax.training.run import health as health_lib
-from tests import environment, runs
+from tests import environment
 from tests.training import rl_runs
 
-SLOW = 0.02  # seconds that an environment thinks
 GAP_ATOL = 1e-5  # of a log-probability in float32, summed in another order
 
 
-class ReplayTest(runs.OneDeviceTest):
+class ReplayTest(rl_runs.StaleTest):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
         cls.config = dataclasses.replace(rl_runs.STALE, num_steps=4)
-        cls.enterClassContext(runs.compile_once(rl_runs.STALE))  # of more steps
-        cls.taskset = rl_runs.Lottery(seconds=SLOW)
-        make = mock.patch.object(environments, "make", return_value=cls.taskset)
-        cls.enterClassContext(make)
         cls.run_folder = cls.root / "run"
         loop.train(cls.config, cls.run_folder)
 
@@ -145,16 +139,8 @@ class ReplayTest(runs.OneDeviceTest):
         self.assertEqual((kept.step, kept.position), (2, 5))
 
 
-class SkippedTest(runs.OneDeviceTest):
+class SkippedTest(rl_runs.StaleTest):
     """Runs some of whose batches have no finite gradient."""
-
-    @classmethod
-    def setUpClass(cls):
-        super().setUpClass()
-        cls.enterClassContext(runs.compile_once(rl_runs.STALE))
-        taskset = rl_runs.Lottery(seconds=SLOW)
-        make = mock.patch.object(environments, "make", return_value=taskset)
-        cls.enterClassContext(make)
 
     def spoiling(self, *positions):
         """Patches what makes batches, also of kept episodes."""

@@ -10,16 +10,14 @@ import jax
 import numpy as np
 
 from glm5_jax import config as config_lib
-from glm5_jax import environments
 from glm5_jax.rl import publisher
 from glm5_jax.rl.actors import orchestrator as orchestrator_lib
 from glm5_jax.training import loop, replay
 from glm5_jax.training.feeds import own_engine, rollouts
 from glm5_jax.training.reporting import metrics
-from tests import environment, runs
+from tests import environment
 from tests.training import rl_runs
 
-SLOW = 0.02  # seconds that an environment thinks
 LIMITS = {"max_skipped_in_a_row": 1, "on_not_finite": "roll_back"}
 CONFIG = dataclasses.replace(rl_runs.STALE, health=config_lib.HealthConfig(**LIMITS))
 
@@ -43,15 +41,7 @@ def spoiling(wanted):
     return mock.patch.object(rollouts.Rollouts, "next", spoilt)
 
 
-class ResumedTest(runs.OneDeviceTest):
-    @classmethod
-    def setUpClass(cls):
-        super().setUpClass()
-        cls.enterClassContext(runs.compile_once(rl_runs.STALE))
-        taskset = rl_runs.Lottery(seconds=SLOW)
-        make = mock.patch.object(environments, "make", return_value=taskset)
-        cls.enterClassContext(make)
-
+class ResumedTest(rl_runs.StaleTest):
     def train(self, folder, config=CONFIG):
         """Trains; returns the indices of the groups that each step took of actors."""
         steps, take = [], orchestrator_lib.Orchestrator.take

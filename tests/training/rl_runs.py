@@ -73,6 +73,19 @@ def make_async(max_staleness, rl=None, **changes):
 
 # Several files run it, or take its compiled step.
 STALE = make_async(2, num_steps=6)
+SLOW = 0.02  # seconds that an environment thinks
+
+
+class StaleTest(runs.OneDeviceTest):
+    """Runs that have the programs of STALE, on a slow lottery."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.enterClassContext(runs.compile_once(STALE))
+        cls.taskset = lottery.Lottery(seconds=SLOW)
+        make = mock.patch.object(environments, "make", return_value=cls.taskset)
+        cls.enterClassContext(make)
 
 
 def read_state(workdir, config, step=None):

@@ -10,7 +10,6 @@ somebody else keeps (rl.servers), perhaps on other machines.
 """
 
 import dataclasses
-import functools
 import http.client
 import itertools
 import json
@@ -73,12 +72,6 @@ class EngineProcesses:
         self._store: writer_lib.Writer | None = None
         self._port = 0  # of the orchestrator
         self._version = -1  # that the servers have
-        weights = config.rl.rollout_weights
-        self._rollout_params = jax.jit(
-            functools.partial(
-                publisher.rollout_params, config=config.model, weights=weights
-            )
-        )
 
     def publish(self, params: dict, version: int) -> None:
         """Adds a version to the store, and waits until the servers have it.
@@ -94,8 +87,9 @@ class EngineProcesses:
             self._launch(params)
         assert self._store is not None
         began, self._version = time.perf_counter(), version
-        pushed = quantized.to_dicts(self._rollout_params(params))
-        made = self._store.publish(pushed, version)
+        model, weights = self._config.model, self._config.rl.rollout_weights
+        pushed = publisher.rollout_params(params, model, weights)
+        made = self._store.publish(quantized.to_dicts(pushed), version)
         if made is None:  # of another process
             return
         self._ask("/publish", {"folder": made.name.folder, "version": version})
