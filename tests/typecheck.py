@@ -5,11 +5,12 @@ call then takes some 30 microseconds, which tests of plain Python feel: a plan o
 planner makes 200,000 calls. `install` leaves it where a hint names an array.
 """
 
+import contextlib
 import functools
 import inspect
-import threading
+import types
 import typing
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import beartype
@@ -18,8 +19,11 @@ from jaxtyping import _storage
 
 _JAXTYPED = jaxtyping.jaxtyped
 _CHECKS: dict[Hashable, Callable] = {}  # by signature
-_NESTED: dict[Hashable, Callable] = {}  # what checks such a function, by signature
-_CALLED = threading.local()  # functions whose check calls them next, the last one first
+# Functions whose code is beartype's, with the code that they had before.
+_CHECKED: list[tuple[types.FunctionType, types.CodeType]] = []
+# What the code of two functions must have in common.
+_KIND = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+_FUNCTION = "__beartype_func"  # what beartype's code calls, among its defaults
 
 
 def install() -> None:
@@ -28,6 +32,19 @@ def install() -> None:
     # Python 3.11 collects them at each check of a value against a protocol.
     if not hasattr(typing._get_protocol_attrs, "cache_info"):
         typing._get_protocol_attrs = functools.cache(typing._get_protocol_attrs)
+
+
+@contextlib.contextmanager
+def off() -> Iterator[None]:
+    """Leaves types unchecked, as they are for users."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    while _CHECKED:
+        function, code = _CHECKED.pop()
+        function.__code__ = code
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def jaxtyped(*, typechecker: Callable) -> Callable:
@@ -41,18 +58,27 @@ def jaxtyped(*, typechecker: Callable) -> Callable:
                 decorated.__init__ = decorate(decorated.__init__)
             return decorated
         hints = [*getattr(decorated, "__annotations__", {}).values()]
-        if _has(hints, _is_unknown):
+        if _has(hints, _is_forward):
             return _JAXTYPED(decorated, typechecker=typechecker)
-        if "<locals>" in decorated.__qualname__:
-            return _nested(decorated, typechecker)
-        checked = _checked_later(decorated)
-        if not _has(hints, _is_array):
+        is_nested = "<locals>" in decorated.__qualname__
+        checked = _checked_as_its_equals(decorated) if is_nested else _later(decorated)
+        if not _has(hints, _can_be_array):
             return checked
         if inspect.isgeneratorfunction(decorated):
             return _JAXTYPED(checked, typechecker=None)
         return _scoped(checked)  # one memory of sizes, one check of the arguments
 
     return decorate
+
+
+def check(function: Callable) -> Callable:
+    """Returns a function that checks its arguments and its result.
+
+    jaxtyping calls this twice for each function whose hints it leaves to it, with
+    stand-ins that have a signature and nothing else. beartype takes a millisecond to
+    write a check, so this one waits for the first call.
+    """
+    return _later(function)
 
 
 def _scoped(function: Callable) -> Callable:
@@ -76,57 +102,23 @@ def _scoped(function: Callable) -> Callable:
     return scoped
 
 
-def check(function: Callable) -> Callable:
-    """Returns a function that checks its arguments and its result.
+def _checked_as_its_equals(function: types.FunctionType) -> Callable:
+    """Returns a function that is defined again and again, checked as the first one.
 
-    jaxtyping calls this twice for each function, and again each time that a nested
-    function is defined, with stand-ins that have a signature and nothing else.
-    beartype takes a millisecond to write a check, so this one waits for the first
-    call, and equal signatures share it.
+    beartype's code for the first one calls this one here.
     """
-    found = None
-
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        nonlocal found
-        if found is None:
-            key = _signature(function)
-            found = _CHECKS.get(key)
-            if found is None:
-                found = _CHECKS[key] = beartype.beartype(function)
-        return found(*args, **kwargs)
-
+    if jaxtyping.config.jaxtyping_disable:
+        return function
+    key = _signature(function)
+    found = _CHECKS.get(key)
+    if found is None:
+        found = _CHECKS[key] = beartype.beartype(function)
+    if _FUNCTION not in (found.__kwdefaults__ or {}):  # nothing to check
+        return function
+    checked = types.FunctionType(found.__code__, found.__globals__)
+    functools.update_wrapper(checked, function)
+    checked.__kwdefaults__ = {**found.__kwdefaults__, _FUNCTION: function}
     return checked
-
-
-def _nested(function: Callable, typechecker: Callable) -> Callable:
-    """Returns a function that is defined again and again, with the check of its equals.
-
-    jaxtyping takes half a millisecond for each definition. Here it decorates the first
-    one's signature, and what it has decorated calls the function of the moment.
-    """
-    key = _signature(function), inspect.isgeneratorfunction(function)
-    if key not in _NESTED:
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return _CALLED.functions.pop()(*args, **kwargs)
-
-        call.__module__, call.__qualname__ = function.__module__, function.__qualname__
-        call.__name__ = function.__name__
-        call.__signature__ = inspect.signature(function)
-        _NESTED[key] = _JAXTYPED(call, typechecker=typechecker)
-    checked = _NESTED[key]
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        functions = vars(_CALLED).setdefault("functions", [])
-        number = len(functions)
-        functions.append(function)
-        try:
-            return checked(*args, **kwargs)
-        finally:
-            del functions[number:]  # the arguments were refused
-
-    return run
 
 
 def _signature(function: Callable) -> Hashable:
@@ -135,20 +127,43 @@ def _signature(function: Callable) -> Hashable:
     return function.__module__, function.__qualname__, function.__code__, hints
 
 
-def _checked_later(function: Callable) -> Callable:
-    """Returns the function, which beartype checks from its first call on."""
-    found = None
+def _later(function: types.FunctionType) -> Callable:
+    """Returns the function, which beartype checks from its first call on.
 
-    @functools.wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    Its code becomes beartype's then: another function between the two would take a
+    third of the time of all checks.
+    """
+    found = None
+    first = _first_coroutine if inspect.iscoroutinefunction(function) else _first
+
+    def call(args: tuple, kwargs: dict[str, Any]) -> Any:
         nonlocal found
         if jaxtyping.config.jaxtyping_disable:
             return function(*args, **kwargs)
         if found is None:
             found = beartype.beartype(function)
+        is_other_kind = (found.__code__.co_flags ^ first.__code__.co_flags) & _KIND
+        has_nothing_to_check = found is function
+        if not (is_other_kind or has_nothing_to_check):
+            # Defaults that code does not name are none to it.
+            checked.__kwdefaults__ = {**found.__kwdefaults__, "_call": call}
+            checked.__code__ = found.__code__
+            _CHECKED.append((checked, first.__code__))
         return found(*args, **kwargs)
 
+    checked = types.FunctionType(first.__code__, function.__globals__)
+    functools.update_wrapper(checked, function)
+    checked.__kwdefaults__ = {"_call": call}
     return checked
+
+
+def _first(*args: Any, _call: Callable, **kwargs: Any) -> Any:
+    """Is the code of a function that `_later` returns, until its first call."""
+    return _call(args, kwargs)
+
+
+async def _first_coroutine(*args: Any, _call: Callable, **kwargs: Any) -> Any:
+    return await _call(args, kwargs)
 
 
 def _has(hint: Any, predicate: Callable[[Any], bool]) -> bool:
@@ -159,8 +174,12 @@ def _has(hint: Any, predicate: Callable[[Any], bool]) -> bool:
     return predicate(hint) or any(_has(part, predicate) for part in parts)
 
 
-def _is_unknown(hint: Any) -> bool:
-    return isinstance(hint, (str, typing.ForwardRef))  # not evaluated yet
+def _is_forward(hint: Any) -> bool:
+    return isinstance(hint, typing.ForwardRef)  # a library's, of its own names
+
+
+def _can_be_array(hint: Any) -> bool:
+    return _is_array(hint) or isinstance(hint, str)
 
 
 def _is_array(hint: Any) -> bool:

@@ -5,13 +5,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 from absl.testing import parameterized
 
 import pallas_kernels as pk
 from pallas_kernels import contract, selection
-from tests import environment
+from tests import environment, typecheck
 from tests.pallas_kernels import sparse_mla_gpu_test
 
 B, T, S, N, C, R, I, J, K = 1, 4, 50, 8, 128, 64, 8, 128, 16
@@ -30,16 +29,6 @@ SHAPES = {
     "x": (20, 16),
     "matrices": (3, 16, 32),
 }
-
-
-@contextlib.contextmanager
-def without_type_checks():
-    """As for users: the tests' own checks of annotations would speak first."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    try:
-        yield
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def inputs(**changed):
@@ -210,7 +199,7 @@ class StaticTest(parameterized.TestCase):
     @parameterized.named_parameters((name, *case) for name, case in WRONG.items())
     def test_wrong_arguments_are_named(self, op, changed, message):
         x = inputs(**changed)
-        with without_type_checks():
+        with typecheck.off():  # they would speak first
             for name in (None, "reference", "gpu_interpret"):
                 with self.assertRaisesRegex(ValueError, f"^{op.__name__}: .*{message}"):
                     jax.eval_shape(lambda: op(x, implementation=name))  # noqa: B023
