@@ -10,7 +10,7 @@ import numpy as np
 from absl.testing import parameterized
 
 from pallas_kernels import dispatch, grouped_matmul_quantized
-from tests import environment
+from tests import environment, typecheck
 from tests.pallas_kernels import contract_test
 
 E, K, N = 4, 200, 300  # two and three blocks of scales, the last ones ragged
@@ -101,7 +101,7 @@ class GroupedMatmulQuantizedTest(parameterized.TestCase):
         args = {"x": x, "w": w, "scales": scales, "group_sizes": jnp.asarray(SIZES)}
         args[name] = change(args[name])
         with (
-            contract_test.without_type_checks(),
+            typecheck.off(),
             self.assertRaisesRegex(
                 ValueError, f"^grouped_matmul_quantized: .*{message}"
             ),
