@@ -11,7 +11,6 @@ from absl.testing import parameterized
 
 from pallas_kernels import dispatch, grouped_matmul_quantized
 from tests import environment, typecheck
-from tests.pallas_kernels import contract_test
 
 E, K, N = 4, 200, 300  # two and three blocks of scales, the last ones ragged
 SIZES = (17, 0, 33, 1)

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import numpy as np
 from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
@@ -80,6 +81,20 @@ class FlopsTest(parameterized.TestCase):
         # What grows is the indexer alone: 3 x 2 x 64K keys more x 32 heads x 128 x 79.
         more = 3 * 2 * (131072 - 4096) / 2 * 32 * 128 * 79
         self.assertAlmostEqual((longer - shorter) / more, 1.0, delta=0.01)
+
+    def test_documents_of_packed_rows(self):
+        """By hand: those of a row as if each were alone, and nothing for padding."""
+        config = presets.BENCH
+        rows = np.zeros((2, 16), np.int32)
+        rows[0, :5], rows[0, 5:12], rows[1, :] = 1, 2, 1
+        one = functools.partial(accounting.flops_per_token, config)
+        wanted = 5 * one(5) + 7 * one(7) + 16 * one(16)
+        got = accounting.flops_of_documents(config, rows)
+        np.testing.assert_allclose(got, wanted, rtol=1e-12)
+        self.assertLess(got, 32 * one(16))
+        whole = accounting.flops_of_documents(config, np.ones((2, 16), np.int32))
+        np.testing.assert_allclose(whole, 32 * one(16), rtol=1e-12)
+        self.assertEqual(accounting.flops_of_documents(config, 0 * rows), 0)
 
 
 class StateTest(parameterized.TestCase):

@@ -121,6 +121,10 @@ class ChangedDataTest(runs.OneDeviceTest):
             corpus.Corpus(config)
 
 
+# A process of several tells what its own rows make likely.
+ESTIMATED = ("data/padding", "data/document_flops")
+
+
 class FeedTest(runs.FolderTest):
     def test_one_then_two_then_four_processes_make_the_rows_of_one(self):
         """Two steps each, the weights of the mixture changing on the way."""
@@ -135,14 +139,19 @@ class FeedTest(runs.FolderTest):
             feeds = [corpus.Corpus(config) for _ in shares]
             for step in (first, first + 1):
                 batch, metrics = wanted[step]
+                of_rows = {name: [] for name in ESTIMATED}
                 for feed, rows in zip(feeds, shares, strict=True):
                     if step == first:
                         feed.restrict_to({size: rows.tolist()})
                     got, seen = feed.next({}, step)
-                    self.assertEqual(seen, metrics)
+                    for name, values in of_rows.items():
+                        values.append(seen.pop(name))
+                    self.assertEqual({n: metrics[n] for n in seen}, seen)
                     self.assertEqual(got.keys(), batch.keys())
                     for key, value in batch.items():
                         np.testing.assert_array_equal(got[key], value[rows])
+                for name, values in of_rows.items():
+                    np.testing.assert_allclose(np.mean(values), metrics[name])
 
 
 @pytest.mark.slow

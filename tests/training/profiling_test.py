@@ -6,7 +6,10 @@ ends the process with a segmentation fault.
 
 import dataclasses
 import multiprocessing
+import os
 import pathlib
+import signal
+import time
 
 import jax
 import jax.numpy as jnp
@@ -18,33 +21,46 @@ from glm5_jax.training.reporting import profiling
 from tests import environment
 
 
-def record(folder):
-    """Six steps, of which the third and the fourth are profiled."""
+def record(folder, steps, asked_at):
+    """Nine steps, of which some are profiled."""
     environment.configure()
-    profiler = profiling.Profiler((3, 4), folder)
+    profiler = profiling.Profiler(steps, folder)
     double = jax.jit(lambda x: x * 2)
     x = jnp.ones(8)
-    for step in range(1, 7):
+    for step in range(1, 10):
+        if step == 6 and steps == (7, 8):
+            time.sleep(1)  # a profile's folder is named by the second
+        if step in asked_at:
+            os.kill(os.getpid(), signal.SIGUSR2)
         name = f"number_{step}"
         with profiler.step(step), jax.profiler.TraceAnnotation(name):
             x = double(x)
         profiler.end_step(step, x)
-    profiler.close()  # it has ended: this does nothing
+    profiler.close()  # the profiles have ended
+    assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
 
 
 class ProfilerTest(parameterized.TestCase):
-    def test_the_steps_and_no_others(self):
+    @parameterized.named_parameters(
+        ("named", (3, 4), (), [[3, 4]]),
+        ("asked_for_before", (7, 8), (2,), [[2, 3, 4], [7, 8]]),
+        ("asked_for_meanwhile", (5, 6), (6,), [[5, 6]]),
+    )
+    def test_the_steps_and_no_others(self, steps, asked_at, wanted):
         folder = pathlib.Path(self.create_tempdir().full_path) / "profile"
         processes = multiprocessing.get_context("spawn")
-        child = processes.Process(target=record, args=(folder,))
+        child = processes.Process(target=record, args=(folder, steps, asked_at))
         child.start()
         child.join()
         self.assertEqual(child.exitcode, 0)
-        (file,) = (folder / "plugins" / "profile").rglob("*.xplane.pb")
-        content = file.read_bytes()
-        found = [step for step in range(1, 7) if f"number_{step}".encode() in content]
-        self.assertEqual(found, [3, 4])
-        self.assertIn(b"step_num", content)
+        files = sorted((folder / "plugins" / "profile").rglob("*.xplane.pb"))
+        contents = [file.read_bytes() for file in files]
+        found = [
+            [step for step in range(1, 10) if f"number_{step}".encode() in content]
+            for content in contents
+        ]
+        self.assertEqual(found, wanted)
+        self.assertIn(b"step_num", contents[0])
 
     def test_none_where_none_is_asked_for(self):
         folder = pathlib.Path(self.create_tempdir().full_path) / "profile"

@@ -19,6 +19,7 @@ from glm5_jax.inference import engine
 from glm5_jax.training import step as step_lib
 from glm5_jax.training.feeds import feed
 from glm5_jax.training.feeds import player as player_lib
+from glm5_jax.training.reporting import accounting
 from glm5_jax.weights import loading
 
 SAMPLE_TEMPERATURE = 0.7
@@ -74,7 +75,9 @@ class Corpus:
             self._batches = position, self._pipeline.train_iterator(position)
         batches = self._batches[1]
         self._batches = position + 1, batches
-        return next(batches), self._metrics(position + 1)
+        batch, metrics = next(batches), self._metrics(position + 1)
+        of_documents = self._documents(batch, metrics["data/batch_tokens"])
+        return batch, {**metrics, **of_documents}
 
     def keep(self, step: int, advantages: jax.Array | None) -> None:
         """Does nothing: the seed and the position give the batch again."""
@@ -117,6 +120,19 @@ class Corpus:
             "data/tokens": tokens,
             "data/batch_tokens": tokens - batches.tokens_before(num_batches - 1),
             **{f"data/epochs/{name}".rstrip("/"): e for name, e in epochs.items()},
+        }
+
+    def _documents(self, batch: feed.Batch, num_tokens: int) -> feed.Metrics:
+        """Returns what the documents of a batch of `num_tokens` tokens need.
+
+        A process of several counts in its own rows, and takes the others' to be alike.
+        """
+        segments = batch["segment_ids"]
+        flops = accounting.flops_of_documents(self._config.model, segments)
+        share = segments.size / num_tokens
+        return {
+            "data/padding": 1 - np.count_nonzero(segments) / segments.size,
+            "data/document_flops": flops / share,
         }
 
     def sample(self, params: dict) -> str:

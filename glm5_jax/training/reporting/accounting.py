@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 
 import jax
+import numpy as np
 
 from glm5_jax import config as config_lib
 from glm5_jax import depth
@@ -37,6 +38,7 @@ def count_parameters(config: config_lib.ModelConfig) -> dict[str, int]:
     return {**parts, "total": total, "active": active}
 
 
+@functools.lru_cache(maxsize=1 << 16)  # by the documents' lengths
 def flops_per_token(config: config_lib.ModelConfig, length: int) -> float:
     """FLOPs of a training step for one token: 6 per active weight, and attention.
 
@@ -59,6 +61,27 @@ def flops_per_token(config: config_lib.ModelConfig, length: int) -> float:
         kinds += [module, *[later] * (config.mtp_num_steps - 1)]
     layers_flops = [attention.make(config, kind).flops(length) for kind in kinds]
     return 6 * weights + 3 * sum(layers_flops)
+
+
+def flops_of_documents(
+    config: config_lib.ModelConfig, segment_ids: np.ndarray
+) -> float:
+    """Returns the FLOPs of a training step for the documents of some rows.
+
+    A token attends within its document, and padding needs nothing: of short documents
+    or rows that are not full it is less than `flops_per_token` of whole rows.
+
+    Args:
+      config: of the model.
+      segment_ids: [B, T], each document's own number in its row; 0 is padding.
+    """
+    rows = [np.bincount(row)[1:] for row in segment_ids]
+    lengths, counts = np.unique(np.concatenate(rows), return_counts=True)
+    return math.fsum(
+        count * length * flops_per_token(config, length)
+        for length, count in zip(lengths.tolist(), counts.tolist(), strict=True)
+        if length
+    )
 
 
 def state_bytes(config: config_lib.TrainConfig) -> dict[str, int]:

@@ -47,7 +47,7 @@ class Clock:
         self._step_seconds = before.get("perf/step_seconds") or 0.0  # of the last one
         self._since = time.perf_counter(), time.process_time()
         self._waited = 0.0  # for the batch of the step under way
-        self._steps: list[tuple[float, float, float, float]] = []
+        self._steps: list[tuple[float, ...]] = []  # what `_rates` takes
         self._recent: list[tuple[float, float]] = []  # seconds; without the devices'
 
     def read(self, metrics: dict[str, Any]) -> dict[str, Any]:
@@ -60,7 +60,8 @@ class Clock:
         name = "rollout/tokens" if self._is_on_policy else "data/batch_tokens"
         tokens = float(metrics[name])
         seconds, cpu_seconds = now[0] - self._since[0], now[1] - self._since[1]
-        step = seconds, cpu_seconds, tokens, self._waited
+        flops = metrics.get("data/document_flops", 0.0)
+        step = seconds, cpu_seconds, tokens, self._waited, flops
         self._seconds["data_wait"] += self._waited
         self._since, self._waited = now, 0.0
         self._seconds["step"] += step[0]
@@ -117,7 +118,12 @@ class Clock:
         return {"perf/mfu": "unknown"} | rates
 
     def _rates(
-        self, seconds: float, cpu_seconds: float, tokens: float, waited: float
+        self,
+        seconds: float,
+        cpu_seconds: float,
+        tokens: float,
+        waited: float,
+        document_flops: float,
     ) -> dict[str, float]:
         rates = {
             "perf/step_seconds": round(float(seconds), 5),
@@ -129,6 +135,8 @@ class Clock:
             rates["perf/tokens_per_cpu_second"] = round(tokens / cpu_seconds, 1)
         if self._peak:  # known for this kind of chip
             rates["perf/mfu"] = self._flops * tokens / seconds / self._peak
+            if document_flops:  # without padding, and each token in its document
+                rates["perf/mfu_documents"] = document_flops / seconds / self._peak
         return rates
 
 
