@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from absl import logging
 
 from glm5_jax import files
-from glm5_jax.training.reporting import progress
+from glm5_jax.training.reporting import progress, records
 from glm5_jax.training.reporting import trackers as trackers_lib
+
+read = records.read  # beside what writes them
 
 
 class MetricsWriter:
@@ -84,21 +85,6 @@ class MetricsWriter:
             for tracker in self._trackers:
                 tracker.close()
             self._progress.close()
-
-
-def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Returns the objects of a metrics.jsonl; skips a line that a crash cut off."""
-    records = []
-    text = pathlib.Path(path).read_text(encoding="utf-8", errors="replace")
-    for line in text.splitlines():
-        try:
-            record = json.loads(line)
-            if not isinstance(record["step"], int):
-                raise TypeError(line)
-            records.append(record)
-        except (ValueError, KeyError, TypeError, RecursionError):
-            logging.warning("%s: skipping half a line: %r", path, line[:80])
-    return records
 
 
 def finite(tree: Any) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 from glm5_jax import command_line, files
 from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import manager, step_folder
-from glm5_jax.config import fields
+from glm5_jax.config import recorded
 from glm5_jax.processes import folder_lock, interrupts, simulate, together
 from glm5_jax.training.reporting import metrics
 
@@ -46,10 +46,6 @@ MAY_CHANGE = (
 # their content decides.
 _OF_CONTENT = ("data.source", "data.mixture", "data.tokenizer")
 _OWN = {simulate.LOGS, folder_lock.NAME}  # before there is a config.json
-# Values that runs had before a field existed, if not the default.
-_WITHOUT = {"optim.router_gate": "adamw"}
-# Fields of earlier versions, with the values that are constants now.
-_CONSTANTS = {"optim.ns_steps": 5, "rl.top_p": 1.0}
 _MAX_SHOWN = 5
 _SHARED_SECONDS = 30  # until a network file system must show a new file
 
@@ -286,10 +282,8 @@ def _differing(
     theirs: dict, config: config_lib.TrainConfig, may_change: Sequence[str] = ()
 ) -> list[str]:
     """Returns a line for each field that differs, for a few at most."""
-    ours = _CONSTANTS | _flat(command_line.to_json_dict(config))
-    # An older version without a field did what the default does now.
-    defaults = {path: d for path, _, d in fields.of(config_lib.TrainConfig)}
-    there = json.loads(json.dumps(defaults | _CONSTANTS)) | _WITHOUT | _flat(theirs)
+    ours = recorded.flat(command_line.to_json_dict(config))
+    there = recorded.flat(theirs)
     differing = [
         f"{key}: {there.get(key, 'absent')} there, {ours.get(key, 'absent')} here"
         for key in sorted(there | ours)
@@ -297,13 +291,3 @@ def _differing(
     ]
     more = len(differing) - _MAX_SHOWN
     return differing[:_MAX_SHOWN] + [f"and {more} more"] * (more > 0)
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            out |= _flat(value, f"{prefix}{key}.")
-        else:
-            out[prefix + key] = value
-    return out
