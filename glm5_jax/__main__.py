@@ -13,7 +13,7 @@ import sys
 COMMANDS = (
     *("train", "evaluate", "generate", "serve", "route", "orchestrate", "chat"),
     *("prepare", "convert", "quantize", "checkpoint", "serve_weights"),
-    *("plan", "aot", "ablate", "pipeline", "environments", "episodes"),
+    *("plan", "aot", "ablate", "pipeline", "environments", "episodes", "compare"),
 )
 
 

@@ -33,6 +33,7 @@ ENTRY_POINTS = {
     "quantize",
     "orchestrate",
     "episodes",
+    "compare",
 }
 # Imports point downwards; names of one row never import each other.
 LAYERS = (

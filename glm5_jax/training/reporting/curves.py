@@ -9,7 +9,10 @@ import matplotlib.ticker
 import numpy as np
 
 BLUE, ORANGE, GREEN, GREY = "#2563eb", "#ea580c", "#059669", "#6b7280"
-COLOURS = (BLUE, ORANGE, GREEN, "#7c3aed", "#db2777", "#0891b2")
+COLOURS = (
+    *(BLUE, ORANGE, GREEN, "#7c3aed", "#db2777"),
+    *("#0891b2", "#ca8a04", "#991b1b", "#84cc16", "#111827"),
+)
 _NUM_NOISY = 60  # a curve with more points is pale, with its running mean on top
 Record = Mapping[str, Any]
 

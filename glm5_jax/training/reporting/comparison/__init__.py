@@ -1,0 +1,1 @@
+"""Compares runs by what is in their folders; imports no jax."""
