@@ -6,7 +6,11 @@ default.
 """
 
 import functools
+import time
+from unittest import mock
 
+import jax
+import numpy as np
 import pytest
 from absl.testing import parameterized
 
@@ -14,6 +18,7 @@ from pallas_kernels import aot, chips
 from pallas_kernels.bench import measure
 from tests import environment
 
+SLOW = 1.0  # seconds, longer than XLA takes
 LENGTHS = (4096, 32768, 131072, 202752)
 SHORT = LENGTHS[:2]
 TPUS = ("v5p", "v6e", "tpu7x")
@@ -129,6 +134,22 @@ class FastestTest(parameterized.TestCase):
     @parameterized.named_parameters(*(case_name(*case) for case in FASTEST))
     def test_compiles(self, chip, op, mode, length):
         check(self, chip, op, mode, length)
+
+
+class SecondsTest(parameterized.TestCase):
+    def test_those_of_lowering_count_in_which_triton_compiles(self):
+        if not has_compiler("v5e"):
+            self.skipTest("no compiler for v5e: pip install -e '.[aot]'")
+        lower = jax.stages.Traced.lower
+
+        def slow(traced):
+            time.sleep(SLOW)
+            return lower(traced)
+
+        x = jax.ShapeDtypeStruct((8, 128), np.float32)
+        with mock.patch.object(jax.stages.Traced, "lower", slow):
+            report = aot.compile(lambda x: x + 1, (x,), chips.CHIPS["v5e"])
+        self.assertGreater(report.compile_seconds, SLOW)
 
 
 @pytest.mark.aot
