@@ -242,7 +242,9 @@ def template_of(
     if version is None and source.is_huggingface and file.exists():
         version = templates.released_version(file.read_text(encoding="utf-8"))
         if version is None:
-            logging.warning("%s is not of GLM-5; conversations get GLM-5's.", file)
+            logging.warning(
+                "%s is none of GLM-5, 5.1 and 5.2; conversations get GLM-5's.", file
+            )
     return templates.Template(
         tokenizer,
         version or data.get("chat_template", "glm5"),

@@ -114,6 +114,7 @@ class TemplateTest(parameterized.TestCase):
         ("[gMASK]<sop>{{ tool | tojson }}", "glm5"),
         ("[gMASK]<sop>{% if not tool.defer_loading %}", "glm5.1"),
         ("[gMASK]<sop>Reasoning Effort: {% if not tool.defer_loading %}", "glm5.2"),
+        ("[gMASK]<sop>Reasoning Effort: {% if c.type == 'tool_reference' %}", None),
         ("<|im_start|>", None),
         ("[MASK]<sop>{{ tool | tojson }}", None),
     )

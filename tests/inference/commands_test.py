@@ -201,7 +201,7 @@ class TemplateTest(parameterized.TestCase):
         with self.assertLogs("absl", "WARNING") as logs:
             found = commands.template_of(CHAT, source, None)
         self.assertEqual(found.version, "glm5")
-        self.assertIn("is not of GLM-5", logs.output[0])
+        self.assertIn("is none of GLM-5, 5.1 and 5.2", logs.output[0])
 
     def test_a_run_says_whether_answers_begin_with_a_thought(self):
         self.assertTrue(commands.template_of(CHAT, self.source(), None).enable_thinking)

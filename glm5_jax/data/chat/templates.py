@@ -328,9 +328,10 @@ def released_version(text: str) -> Version | None:
     """Returns the version of a released chat_template.jinja; None if it is none.
 
     Args:
-        text: the file's content. Only 5.2 has efforts, and 5 alone shows all of a tool.
+        text: the file's content. Of those known only 5.2 has efforts, and 5 alone shows
+            all of a tool. 5.3, which is not known, has references to tools.
     """
-    if PREFIX[0] not in text:
+    if PREFIX[0] not in text or "tool_reference" in text:
         return None
     if "Reasoning Effort" in text:
         return "glm5.2"
