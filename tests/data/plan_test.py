@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import multiprocessing
 import os
 import pathlib
@@ -14,6 +15,7 @@ from absl.testing import parameterized
 
 from glm5_jax import config
 from glm5_jax.data import tokenizer as tokenizer_lib
+from glm5_jax.data.preparation import index as index_lib
 from glm5_jax.data.preparation import inputs, plan, prepare, workers
 from glm5_jax.data.preparation import part as part_lib
 from glm5_jax.data.sources import documents as documents_lib
@@ -22,6 +24,15 @@ from tests import environment
 from tests.data import corpora
 
 MIB = 2**20
+FILE = ("parts", 0, "files", 0)
+SPAN = ("parts", 0, "spans", 0)
+VALUES = (  # of plan.json, as paths
+    *((name,) for name in ("settings", "source", "files", "parts")),
+    *(("parts", 0, name) for name in ("number", "spans", "files")),
+    *(SPAN, *((*SPAN, name) for name in ("path", "start", "stop", "first"))),
+    *(FILE, *((*FILE, i) for i in range(3)), ("files", 0), ("parts", 0)),
+    *(("files", 0, 0), ("files", 0, 1), ("files", 0, 2), (*SPAN, "num_bytes")),
+)
 
 
 class Terminal(io.StringIO):
@@ -109,6 +120,63 @@ class PlanTest(FolderTest):
             "shard_mib": corpora.SHARD_MIB,
         }
         self.assertEqual(made.settings, want)
+
+    def damaged(self, at, value, *, checksum):
+        """Puts a value into plan.json; earlier versions wrote no checksum."""
+        path = self.target / index_lib.PLAN
+        tree = node = json.loads(path.read_text())
+        for key in at[:-1]:
+            node = node[key]
+        self.assertNotEqual(node[at[-1]], value)
+        node[at[-1]] = value
+        if not checksum:
+            del tree["checksum"]
+        path.write_text(json.dumps(tree))
+
+    @parameterized.parameters(*VALUES)
+    def test_wrong_types_are_refused(self, *at):
+        """In plans of earlier versions, too, which have no checksum."""
+        (self.source / "a.txt").write_text("a" * 9)
+        settings = self.settings()
+        files = inputs.files_of(settings)
+        for value in (None, 1.5, True, [[]], [1], {"a": 1}):
+            if at == ("settings",) and isinstance(value, dict):
+                continue  # of other settings than these
+            for now in (files, []):  # unchanged, and changed
+                plan.make(settings, self.target, files, 1)
+                self.damaged(at, value, checksum=False)
+                with self.assertRaisesRegex(config.InputError, "plan.json cannot be"):
+                    plan.make(settings, self.target, now, 1)
+                (self.target / index_lib.PLAN).unlink()
+
+    def test_a_plan_that_is_no_object_is_refused(self):
+        settings = self.settings()
+        for text in (b"null", b"[]", b"1", b"{}", b"", b"\xff", b"[" * 100_000):
+            (self.target / index_lib.PLAN).write_bytes(text)
+            with self.assertRaisesRegex(config.InputError, "give another --target"):
+                plan.make(settings, self.target, [], 1)
+
+    @parameterized.parameters("start", "stop", "first")
+    def test_other_numbers_would_prepare_other_rows(self, name):
+        (self.source / "a.txt").write_text("a" * 99)
+        settings = self.settings()
+        files = inputs.files_of(settings)
+        made = plan.make(settings, self.target, files, 1)
+        self.assertEqual(plan.make(settings, self.target, files, 1), made)
+        self.damaged(("parts", 0, "spans", 0, name), 7, checksum=True)
+        with self.assertRaisesRegex(config.InputError, "does not match its checksum"):
+            plan.make(settings, self.target, files, 1)
+
+    def test_a_plan_of_an_earlier_version_gets_its_checksum(self):
+        (self.source / "a.txt").write_text("a")
+        settings = self.settings()
+        files = inputs.files_of(settings)
+        made = plan.make(settings, self.target, files, 1)
+        path = self.target / index_lib.PLAN
+        text = path.read_text()
+        self.damaged(("source",), "moved", checksum=False)
+        self.assertEqual(plan.make(settings, self.target, files, 1), made)
+        self.assertEqual(path.read_text(), text)
 
     @parameterized.parameters((15, 1), (16, 1), (17, 2), (32, 2), (33, 3))
     def test_a_bpe_trains_on_at_most_16_parts_spread_evenly(self, count, step):

@@ -51,7 +51,7 @@ class Index:
     def write(self, folder: pathlib.Path) -> None:
         """Writes the index atomically, with a checksum of itself."""
         tree = dataclasses.asdict(self)
-        text = json.dumps({**tree, "checksum": _checksum(tree)}, indent=1)
+        text = json.dumps({**tree, "checksum": checksum_of(tree)}, indent=1)
         files.write_text(folder / NAME, text)
 
 
@@ -87,7 +87,7 @@ def read(folder: pathlib.Path) -> Index:
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
         checksum = tree.pop("checksum", None)  # an earlier version wrote none
-        if checksum not in (None, _checksum(tree)):
+        if checksum not in (None, checksum_of(tree)):
             raise ValueError("its content does not match its checksum")
         for side in ("train", "held_out"):
             tree[side] = tuple(shards.Shard(**shard) for shard in tree[side])
@@ -102,5 +102,6 @@ def read(folder: pathlib.Path) -> Index:
         ) from error
 
 
-def _checksum(tree: dict[str, Any]) -> str:
+def checksum_of(tree: dict[str, Any]) -> str:
+    """Returns the SHA-256 of the values of a JSON file."""
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()

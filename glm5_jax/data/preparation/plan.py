@@ -26,6 +26,8 @@ _MIB = 2**20
 _OF_CONVERSATIONS = ("kind", "chat_template", "enable_thinking", "clear_thinking")
 _MAX_SHOWN = 5
 _LINE = "\n  "
+# Errors of a file that is no JSON, or not this JSON.
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,19 +147,44 @@ def _settings(config: config_lib.PrepareConfig) -> dict[str, Any]:
 
 
 def _write(path: pathlib.Path, plan: Plan) -> None:
-    files.write_text(path, json.dumps(dataclasses.asdict(plan)))
+    tree = json.loads(json.dumps(dataclasses.asdict(plan)))
+    checksum = index_lib.checksum_of(tree)
+    files.write_text(path, json.dumps({**tree, "checksum": checksum}))
 
 
 def _read(path: pathlib.Path) -> Plan:
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
+        checksum = tree.pop("checksum", None)  # an earlier version wrote none
+        if checksum not in (None, index_lib.checksum_of(tree)):
+            raise ValueError("its content does not match its checksum")
+        if not _is_typed(tree):
+            raise TypeError("a value has another type than prepare writes")
         parts = tuple(part_lib.Part.from_json(part) for part in tree["parts"])
         files = tuple(tuple(file) for file in tree["files"])
         return Plan(tree["settings"], tree["source"], files, parts)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, *_DAMAGE) as error:
         raise config_lib.InputError(
             f"{path} cannot be read ({error}); give another --target."
         ) from error
+
+
+def _is_typed(tree: dict[str, Any]) -> bool:
+    """Returns whether the values of a plan's JSON have their types."""
+    parts, files = tree["parts"], [*tree["files"]]
+    files += (file for part in parts for file in part["files"])
+    spans = [span for part in parts for span in part["spans"]]
+    names = [tree["source"], *(span["path"] for span in spans)]
+    counts = ("start", "stop", "first", "num_bytes")
+    numbers = [part["number"] for part in parts]
+    numbers += (span[name] for span in spans for name in counts)
+    of_file = ([str, int, int], [str, int, str])
+    return (
+        isinstance(tree["settings"], dict)
+        and all(isinstance(name, str) for name in names)
+        and all(type(number) is int for number in numbers)  # True is none
+        and all([*map(type, file)] in of_file for file in files)
+    )
 
 
 def _changed(before: Sequence[inputs.File], now: Sequence[inputs.File]) -> list[str]:
