@@ -43,6 +43,18 @@ class CommandCase(parameterized.TestCase):
     def load(self, *args):
         return self.config, {}, self.tokenizer
 
+    def announced(self, function):
+        """Wraps a stand-in that compiles: the log must say so before it is called."""
+
+        def call(*args, **kwargs):
+            self.assertTrue(any("Compiling and" in text for text in self.said))
+            return function(*args, **kwargs)
+
+        self.said = []
+        record = lambda text, *args: self.said.append(text % args)
+        self.enterContext(mock.patch.object(commands.logging, "info", record))
+        return call
+
     def draw(self, params, config, prompts, **asked):
         self.prompts, self.asked = prompts, asked
         return [engine.Completion(new, [0.0] * len(new), "stop") for new in self.new]
@@ -63,6 +75,13 @@ class GenerateTest(CommandCase):
         wanted = {"max_new_tokens": 128, "temperature": 0.7, "top_p": 0.9}
         wanted |= {"stop_ids": {5, BYTES.eos_id}, "seed": 0, "num_drafts": 0}
         self.assertEqual(self.asked, wanted)
+
+    def test_compiling_is_announced_before_it_starts(self):
+        """It takes half a minute for a small model, in which nothing else is said."""
+        draw = mock.Mock(side_effect=self.announced(self.draw))
+        with mock.patch.object(engine, "generate", draw):
+            self.generate(commands.Prompt(text="a"))
+        draw.assert_called_once()
 
     def test_settings(self):
         sampling = commands.Sampling(
@@ -165,6 +184,12 @@ class EvaluateTest(CommandCase):
             logits[0, 2, 5] = 7
             self.assertEqual(logits[0, 0, 0], 7)  # all are one number
         return np.zeros(rows["tokens"].shape, np.float32)
+
+    def test_compiling_is_announced_before_it_starts(self):
+        score = mock.Mock(side_effect=self.announced(self.score))
+        with mock.patch.object(scoring, "score", score):
+            self.evaluate(tokens=self.save([1, 2]))
+        score.assert_called_once()
 
     def test_other_processes_write_nothing(self):
         out = self.folder / "logits"

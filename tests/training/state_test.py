@@ -1,4 +1,4 @@
-"""A run between two steps: what its checkpoints hold."""
+"""A run between two steps: what its checkpoints hold, and what it says of its work."""
 
 import json
 import math
@@ -52,6 +52,27 @@ class RunTest(absltest.TestCase):
             again = json.loads(json.dumps(metadata, allow_nan=False))
             self.assertEqual(again, metadata)
             self.assertEqual(again, again | want | {"metrics": metrics, "step": step})
+
+    def test_a_compilation_is_announced_before_it_starts(self):
+        """It takes minutes for a large model, in which nothing else is said."""
+        order = []
+
+        def compile_step(size, beside):
+            order.append(f"compiles {size} rows")
+            beside()
+            order.append("has compiled")
+            return lambda *args: None
+
+        self.run_state.program.compile.side_effect = compile_step
+        said = mock.patch.object(
+            state.logging, "info", lambda text, *args: order.append(text % args)
+        )
+        with said:
+            self.run_state.compile(beside=lambda: order.append("other work"))
+        *before, last = order
+        want = ["compiles 8 rows", "other work", "has compiled"]
+        self.assertEqual(before, ["Compiling the training step for 8 rows ...", *want])
+        self.assertRegex(last, r"^\.\.\. compiled in \d+\.\d s\.$")
 
 
 if __name__ == "__main__":
