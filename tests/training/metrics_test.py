@@ -62,6 +62,34 @@ class MetricsWriterTest(absltest.TestCase):
         self.assertEqual([r["step"] for r in metrics.read(self.path)], [1, 2, 3])
         self.assertEqual(self.path.read_text().count("\n"), 3)
 
+    def test_lines_that_are_no_records_are_skipped_and_dropped_on_resume(self):
+        """A disk that lost a block, an editor or another program left them."""
+        wrong = (
+            *("null", "1", '"step"', "[1]", '["step"]', "{}", "\xff", "\0" * 9),
+            *('{"step": null}', '{"step": "1"}', '{"step": 1.0}', '{"step": true}'),
+            *('{"step": [1]}', '{"step": NaN}', '{"train/loss": 2}', "[" * 100_000),
+            *('{"step": 1, "train/loss": "2"}', '{"step": 1, "train/loss": {}}'),
+            f'{{"step": {"9" * 5000}}}',
+        )
+        self.write(1)
+        good = self.path.read_text()
+        for line in wrong:
+            self.path.write_text(f"{line}\n{good}{line}\n", encoding="latin-1")
+            with self.assertLogs(level="WARNING") as logs:
+                self.assertEqual(metrics.read(self.path), [json.loads(good)], line[:9])
+            self.assertLen(logs.output, 2)
+            self.assertIn("metrics.jsonl: skipping a damaged line", logs.output[0])
+        self.path.write_text("\n".join([*wrong, good, ""]), encoding="latin-1")
+        writer = metrics.MetricsWriter(self.workdir, 10, 1)
+        self.assertEqual(writer.before, json.loads(good))
+        writer.close()
+        self.assertEqual(self.path.read_text(), good)
+
+    def test_a_number_that_json_has_not_is_read_as_null(self):
+        self.path.write_text('{"step": 1, "a": NaN, "b": -Infinity, "c": 1e999}\n')
+        want = [{"step": 1, "a": None, "b": None, "c": None}]
+        self.assertEqual(metrics.read(self.path), want)
+
     def test_steps_go_up(self):
         writer = metrics.MetricsWriter(self.workdir, 10)
         writer.write(2, {})

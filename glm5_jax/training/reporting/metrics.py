@@ -13,7 +13,7 @@ from glm5_jax import files
 from glm5_jax.training.reporting import progress, records
 from glm5_jax.training.reporting import trackers as trackers_lib
 
-read = records.read  # beside what writes them
+read, finite = records.read, records.finite  # beside what writes them
 
 
 class MetricsWriter:
@@ -85,16 +85,6 @@ class MetricsWriter:
             for tracker in self._trackers:
                 tracker.close()
             self._progress.close()
-
-
-def finite(tree: Any) -> Any:
-    """Returns a tree with None for numbers that are not finite, for JSON."""
-    if isinstance(tree, Mapping):
-        return {name: finite(value) for name, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [finite(value) for value in tree]
-    is_number = not isinstance(tree, float) or math.isfinite(tree)
-    return tree if is_number else None
 
 
 def _truncate(path: pathlib.Path, step: int) -> None:
