@@ -65,7 +65,8 @@ TRITON_IMPORTS = {"jax_triton", "torch", "triton"}  # of files for GPUs alone
 TRITON_FILES = {"aot", "gpu", "triton"}  # by the first word of their names
 # An environment knows messages, and neither tokens nor models; some answer by HTTP.
 ENVIRONMENT_IMPORTS = {"messages", "config", "environments", "api_key", "http_server"}
-DATA_LAYERS = ({"preparation"}, {"rows"}, {"chat"}, {"sources", "tokenizer"})
+_TOKENS = ({"sources", "tokenizer"}, {"lossless"})
+DATA_LAYERS = ({"preparation"}, {"rows"}, {"chat"}, *_TOKENS)
 DATA_RANK = {name: rank for rank, layer in enumerate(DATA_LAYERS) for name in layer}
 CONFIG_IMPORTS = {"glm5_jax.config", "glm5_jax.presets", "glm5_jax.command_line"}
 

@@ -3,7 +3,8 @@
 A document goes this way, and each folder imports only those before it:
 
     file -> documents    sources/: formats, compression, the held-out share
-    documents -> ids     tokenizer.py for texts, chat/ for conversations
+    documents -> ids     tokenizer.py for texts, chat/ for conversations; lossless.py
+                         checks that a tokenizer keeps every text
     ids -> rows          rows/: packing, fill-in-the-middle
     rows -> batch        rows/: mixture, order, the rows of a step
 

@@ -15,6 +15,7 @@ from absl import logging
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from glm5_jax import config, files
+from glm5_jax.data import lossless
 
 END_OF_TEXT = "<|endoftext|>"
 # GLM-5's, in the order of its ids 154820 to 154855.
@@ -51,7 +52,6 @@ _REPLACEMENT = "\ufffd".encode()
 # End of a document in other families (Llama 3, DeepSeek, SentencePiece, Gemma).
 _DEEPSEEK = "<\uff5cend\u2581of\u2581sentence\uff5c>"
 _ENDS = (END_OF_TEXT, "<|end_of_text|>", _DEEPSEEK, "</s>", "<eos>")
-_PROBE = "Def  f(x):\r\n\treturn 'naïve' # 漢字 🙂 12345\n"
 
 
 class Tokenizer:
@@ -92,12 +92,8 @@ class Tokenizer:
         self._backend = backend
         self.eos_id: int = eos_id
         self.pieces: tuple[bytes, ...] = _pieces(backend)
-        if (got := self.decode(self.encode(_PROBE))) != _PROBE:
-            raise config.InputError(
-                f"The tokenizer must keep text unchanged (byte-level ones such as "
-                f"GLM-5's do), but makes {got!r} of {_PROBE!r}; give another "
-                f"tokenizer.json, 'bpe' or 'byte'."
-            )
+        keep = lambda text: self.decode(self.encode(text))
+        lossless.require(backend, self.pieces, keep)
 
     @property
     def vocab_size(self) -> int:
@@ -189,6 +185,7 @@ def load(path: str | pathlib.Path) -> Tokenizer:
             raise
         raise config.InputError(f"{file} is not a tokenizer.json: {error}.") from error
     tokenizer = Tokenizer(backend)
+    lossless.require_declared_ids(backend, text)
     check_released(tokenizer, file)
     return tokenizer
 
