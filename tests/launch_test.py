@@ -138,6 +138,37 @@ class SourceTest(parameterized.TestCase):
         self.assertEqual(rule["onExitCodes"]["containerName"], container["name"])
         self.assertEqual(pod["restartPolicy"], "Never")
 
+    @parameterized.parameters("gke_jobset.yaml", "gke_rl_jobset.yaml")
+    def test_pods_find_their_paths_in_the_claim_that_all_mount(self, name):
+        yaml = pytest.importorskip("yaml")
+        folder = launch.ROOT / "launch"
+        claim = yaml.safe_load((folder / "gke_claim.yaml").read_text())
+        self.assertEqual(claim["kind"], "PersistentVolumeClaim")
+        # Of the other modes, one host alone could write, or none.
+        self.assertEqual(claim["spec"]["accessModes"], ["ReadWriteMany"])
+        jobs = yaml.safe_load((folder / name).read_text())["spec"]["replicatedJobs"]
+        num_paths = 0
+        for job in jobs:
+            pod = job["template"]["spec"]["template"]["spec"]
+            claims = {
+                volume["name"]: volume["persistentVolumeClaim"]["claimName"]
+                for volume in pod.get("volumes", ())
+            }
+            (container,) = pod["containers"]
+            mounted = {
+                mount["mountPath"]: claims[mount["name"]]
+                for mount in container.get("volumeMounts", ())
+            }
+            words = [
+                *container["args"],
+                *(e.get("value", "") for e in container["env"]),
+            ]
+            paths = re.findall(r"(?<![^\s=])(/[^/\s]+)/\S+", " ".join(words))
+            for path in paths:
+                self.assertEqual(mounted.get(path), claim["metadata"]["name"], path)
+            num_paths += len(paths)
+        self.assertGreaterEqual(num_paths, 2)  # --workdir and CACHE
+
 
 @pytest.mark.slow
 class RunTest(runs.FolderTest):
