@@ -1,7 +1,8 @@
 """Keeps compiled programs on disk, so that a second start compiles nothing.
 
 Commands that run a model share the flag --compile_cache and call `enable` before their
-first array. So may a notebook, which has no flags: it takes the flag's default.
+first array. So may a notebook, which has no flags: it takes the flag's default. A
+limit that compiling may exceed is told there too.
 """
 
 import hashlib
@@ -10,6 +11,8 @@ import pathlib
 import platform
 
 from absl import flags, logging
+
+from glm5_jax.config import failures
 
 MAX_BYTES = 4 * 2**30  # what has not been used for longest goes beyond it
 _VARIABLE = "JAX_COMPILATION_CACHE_DIR"
@@ -24,6 +27,7 @@ _FOLDER = flags.DEFINE_string(
 
 def enable() -> None:
     """Makes jax look for compiled programs in the folder, and keep new ones there."""
+    failures.warn_of_aborts()
     given = _FOLDER.value if flags.FLAGS.is_parsed() else _FOLDER.default
     if _VARIABLE in os.environ or given in ("none", "", None):
         return

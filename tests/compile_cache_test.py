@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import resource
 from unittest import mock
 
 import jax
@@ -41,6 +42,21 @@ class CompileCacheTest(absltest.TestCase):
         self.assertEmpty(self.enabled("none"))
         os.environ["JAX_COMPILATION_CACHE_DIR"] = "mine"
         self.assertEmpty(self.enabled(str(self.folder)))
+
+    def test_a_limit_of_addresses_is_told_before_xla_aborts_over_it(self):
+        for limit in (3 * 2**29, 2**40):
+            bounds = mock.patch.object(
+                resource, "getrlimit", side_effect={resource.RLIMIT_AS: (limit, -1)}.get
+            )
+            with bounds, self.assertLogs("absl", "WARNING") as logs:
+                self.enabled("none")
+            (line,) = logs.output
+            self.assertIn(f"limited to {limit / 2**30:.1f} GiB (ulimit -v)", line)
+            self.assertIn("ulimit -v unlimited", line)
+        none = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+        unbounded = mock.patch.object(resource, "getrlimit", return_value=none)
+        with unbounded, self.assertNoLogs("absl", "WARNING"):
+            self.enabled("none")
 
     def test_a_program_without_flags_takes_the_default_folder(self):
         home = self.enterContext(mock.patch.dict(os.environ, HOME=str(self.folder)))

@@ -3,7 +3,10 @@
 import errno
 import os
 import pathlib
+import sys
 import traceback
+
+from absl import logging
 
 from glm5_jax.config import checks
 
@@ -52,6 +55,26 @@ def describe(error: BaseException) -> tuple[int, str] | None:
     words = ": ".join(filter(None, (what, _short(error))))
     code = FAILED if isinstance(error, MemoryError) else INPUT
     return code, f"{words}{_place(error)}"
+
+
+def warn_of_aborts() -> None:
+    """Warns of a limit of addresses: XLA ends the process where it finds no more.
+
+    Such an end is a SIGABRT in C++, which nothing in Python can turn into a message.
+    """
+    if sys.platform == "win32":
+        return
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        logging.warning(
+            "The address space of this process is limited to %.1f GiB (ulimit -v); if "
+            "it needs more, it ends with an abort in C++. configs/quickstart.py, of a "
+            "million parameters, aborts at 2.9 GiB and trains at 3.8. Lift the limit "
+            "with ulimit -v unlimited.",
+            limit / 2**30,
+        )
 
 
 def _short(error: BaseException) -> str:
