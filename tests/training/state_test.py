@@ -10,6 +10,7 @@ from absl.testing import absltest
 
 from glm5_jax.checkpoint import host_copies, manager
 from glm5_jax.training import program as program_lib
+from glm5_jax.training.feeds import feed
 from glm5_jax.training.run import health as health_lib
 from glm5_jax.training.run import state
 from tests import environment, small_configs
@@ -24,7 +25,7 @@ class RunTest(absltest.TestCase):
         self.run_state = state.Run(
             config=small_configs.text_run(self.folder, self.folder),
             workdir=self.folder,
-            feed=mock.Mock(fingerprint={"source": "x"}),
+            feed=mock.Mock(spec=feed.Feed, fingerprint={"source": "x"}),
             checkpoints=mock.Mock(spec=manager.CheckpointManager),
             program=mock.Mock(spec=program_lib.Program),
             health=mock.Mock(spec=health_lib.Health),
