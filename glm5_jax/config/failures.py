@@ -3,7 +3,7 @@
 import errno
 import os
 import pathlib
-import sys
+import resource
 import traceback
 
 from absl import logging
@@ -62,10 +62,6 @@ def warn_of_aborts() -> None:
 
     Such an end is a SIGABRT in C++, which nothing in Python can turn into a message.
     """
-    if sys.platform == "win32":
-        return
-    import resource
-
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
         logging.warning(

@@ -46,12 +46,18 @@ def train(config: config_lib.TrainConfig, workdir: pathlib.Path) -> dict[str, An
     trackers.require(config.trackers)  # checked before anything is written
     suites.require(config)
     mesh = run_lib.make_mesh(config)
-    with run_folder.locked(workdir):
-        return _train(config, workdir, mesh, began)
+    # Hears its signal from now on, which ends a process that does not.
+    profiler = profiling.Profiler(config.profile_steps, workdir / "profile")
+    with contextlib.closing(profiler), run_folder.locked(workdir):
+        return _train(config, workdir, mesh, profiler, began)
 
 
 def _train(
-    config: config_lib.TrainConfig, workdir: pathlib.Path, mesh: Mesh, began: float
+    config: config_lib.TrainConfig,
+    workdir: pathlib.Path,
+    mesh: Mesh,
+    profiler: profiling.Profiler,
+    began: float,
 ) -> dict[str, Any]:
     """Runs `train` in a folder that this run has locked."""
     if summary := run_folder.finished(workdir, config):
@@ -66,14 +72,12 @@ def _train(
         run = run_lib.start(config, workdir, mesh)
         followers = trackers.make(config, workdir, run.step)
     writer = metrics_lib.MetricsWriter(workdir, config.num_steps, run.step, followers)
-    profiler = profiling.Profiler(config.profile_steps, workdir / "profile")
     watched = watchdog_lib.Watchdog(
         workdir / f"stacks_{jax.process_index()}.txt", config.health.watchdog_seconds
     )
     with (
         jax.set_mesh(mesh),
         contextlib.closing(writer),
-        contextlib.closing(profiler),
         contextlib.closing(run.feed),
         signals.listening() as is_asked_to_end,
         watched as watchdog,

@@ -10,6 +10,7 @@ import os
 import pathlib
 import signal
 import time
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,9 @@ from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
 from glm5_jax import presets
+from glm5_jax.training import loop
 from glm5_jax.training.reporting import profiling
-from tests import environment
+from tests import environment, small_configs
 
 
 def record(folder, steps, asked_at):
@@ -61,6 +63,15 @@ class ProfilerTest(parameterized.TestCase):
         ]
         self.assertEqual(found, wanted)
         self.assertIn(b"step_num", contents[0])
+
+    def test_a_run_hears_the_signal_before_it_compiles(self):
+        """Until somebody hears it, it ends a process."""
+        folder = pathlib.Path(self.create_tempdir().full_path)
+        heard = lambda *args: signal.getsignal(signal.SIGUSR2)
+        with mock.patch.object(loop, "_train", heard):
+            handler = loop.train(small_configs.text_run(folder, folder), folder)
+        self.assertNotIn(handler, (signal.SIG_DFL, signal.SIG_IGN))
+        self.assertEqual(signal.getsignal(signal.SIGUSR2), signal.SIG_DFL)
 
     def test_none_where_none_is_asked_for(self):
         folder = pathlib.Path(self.create_tempdir().full_path) / "profile"

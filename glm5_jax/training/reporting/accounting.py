@@ -3,6 +3,7 @@
 All of it is computed from the table of parameters, without arrays.
 """
 
+import collections
 import functools
 import math
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import numpy as np
 from glm5_jax import config as config_lib
 from glm5_jax import depth
 from glm5_jax.model import attention, cached, layers, transformer
+from glm5_jax.model.attention import protocol
 from glm5_jax.training import accumulation, critic
 from glm5_jax.training import step as step_lib
 from pallas_kernels import chips
@@ -38,7 +40,6 @@ def count_parameters(config: config_lib.ModelConfig) -> dict[str, int]:
     return {**parts, "total": total, "active": active}
 
 
-@functools.lru_cache(maxsize=1 << 16)  # by the documents' lengths
 def flops_per_token(config: config_lib.ModelConfig, length: int) -> float:
     """FLOPs of a training step for one token: 6 per active weight, and attention.
 
@@ -46,6 +47,15 @@ def flops_per_token(config: config_lib.ModelConfig, length: int) -> float:
     backward twice. MTP counts once a step. Recomputation is not counted: this is the
     numerator of MFU.
     """
+    of_weights, layers = _layers(config)
+    return of_weights + 3 * sum(n * layer.flops(length) for layer, n in layers)
+
+
+@functools.lru_cache(maxsize=16)  # a step asks for every length of a document
+def _layers(
+    config: config_lib.ModelConfig,
+) -> tuple[int, list[tuple[protocol.Attention, int]]]:
+    """Returns the FLOPs of a token's weights, and how often a step has each layer."""
     counts = count_parameters(config)
     weights = counts["active"]
     if config.has_mtp:
@@ -59,8 +69,8 @@ def flops_per_token(config: config_lib.ModelConfig, length: int) -> float:
         module = depth.mtp_kind(config)
         later = module._replace(index="shared")  # whose indexer counts once
         kinds += [module, *[later] * (config.mtp_num_steps - 1)]
-    layers_flops = [attention.make(config, kind).flops(length) for kind in kinds]
-    return 6 * weights + 3 * sum(layers_flops)
+    numbers = collections.Counter(kinds)
+    return 6 * weights, [(attention.make(config, k), n) for k, n in numbers.items()]
 
 
 def flops_of_documents(
