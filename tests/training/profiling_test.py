@@ -67,10 +67,10 @@ class ProfilerTest(parameterized.TestCase):
     def test_a_run_hears_the_signal_before_it_compiles(self):
         """Until somebody hears it, it ends a process."""
         folder = pathlib.Path(self.create_tempdir().full_path)
-        heard = lambda *args: signal.getsignal(signal.SIGUSR2)
+        heard = lambda *args: {"by": signal.getsignal(signal.SIGUSR2)}
         with mock.patch.object(loop, "_train", heard):
-            handler = loop.train(small_configs.text_run(folder, folder), folder)
-        self.assertNotIn(handler, (signal.SIG_DFL, signal.SIG_IGN))
+            found = loop.train(small_configs.text_run(folder, folder), folder)
+        self.assertNotIn(found["by"], (signal.SIG_DFL, signal.SIG_IGN))
         self.assertEqual(signal.getsignal(signal.SIGUSR2), signal.SIG_DFL)
 
     def test_none_where_none_is_asked_for(self):
