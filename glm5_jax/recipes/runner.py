@@ -9,20 +9,18 @@ import dataclasses
 import datetime
 import json
 import pathlib
-import subprocess
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from absl import logging
 
-import glm5_jax
 from glm5_jax import config as config_lib
 from glm5_jax import files
 from glm5_jax.data.preparation import prepare
 from glm5_jax.processes import folder_lock
 from glm5_jax.recipes import measured, record, report
 from glm5_jax.training import loop
-from glm5_jax.training.reporting import accounting
+from glm5_jax.training.reporting import accounting, sources
 
 RECORD = "recipe.json"
 SOURCES = "documents"  # folder of the written documents, beside those prepared
@@ -132,31 +130,9 @@ def _claim(
             f"--workdir, so that nothing in it is overwritten."
         )
     now = f"{datetime.datetime.now():%Y-%m-%d %H:%M}"
-    content = {**ours, "commit": _commit(), "began": now}
+    content = {**ours, "commit": sources.commit(), "began": now}
     files.write_text(path, json.dumps(content, indent=2) + "\n")
     return content
-
-
-def _commit() -> str:
-    """Returns the commit of the sources, or the version where git knows none."""
-    package = pathlib.Path(__file__).parents[1]
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(
-            ["git", "-C", str(package), *arguments],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return done.stdout.strip()
-
-    try:
-        is_changed = git("status", "--porcelain", "--untracked-files=no")
-        return git("rev-parse", "--short=12", "HEAD") + " with changes" * bool(
-            is_changed
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return f"version {glm5_jax.__version__}"
 
 
 def _prepare(corpus: record.Corpus, workdir: pathlib.Path, seed: int) -> None:

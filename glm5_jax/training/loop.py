@@ -19,7 +19,14 @@ from jax.sharding import Mesh
 
 from glm5_jax import config as config_lib
 from glm5_jax.processes import together
-from glm5_jax.training.reporting import accounting, plot, profiling, suites, trackers
+from glm5_jax.training.reporting import (
+    accounting,
+    plot,
+    profiling,
+    sources,
+    suites,
+    trackers,
+)
 from glm5_jax.training.reporting import metrics as metrics_lib
 from glm5_jax.training.run import clock as clock_lib
 from glm5_jax.training.run import folder as run_folder
@@ -68,6 +75,7 @@ def _train(
             summary["steps"],
         )
         return summary
+    logging.info("glm5_jax of %s, jax %s.", sources.commit(), jax.__version__)
     with run_folder.claimed(workdir, config):
         run = run_lib.start(config, workdir, mesh)
         followers = trackers.make(config, workdir, run.step)
@@ -93,6 +101,7 @@ def _train(
         "peak_rss_gib": host_memory.peak_gib(),
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         "jax": jax.__version__,
+        "commit": sources.commit(),
     }
     if together.is_first():
         plot.plot_losses(workdir / "metrics.jsonl", workdir / "loss.png")

@@ -255,6 +255,23 @@ class SimulatorTest(parameterized.TestCase):
         # A step takes its groups at the end of the one before, if they are ready.
         self.assertBetween(sum(found.staleness.values()), 12, 16)
 
+    @parameterized.parameters(0, 1, 3)
+    def test_a_bound_multiplies_the_steps_under_way(self, most):
+        """Where episodes are long and steps short, most + 1 steps end in 5 s, not 1.
+
+        The first most + 1 begin at once, and each update lets another one begin.
+        """
+        speeds = dataclasses.replace(
+            SPEEDS, slots=100, train_seconds=lambda tokens: 0.01
+        )
+        settings = dataclasses.replace(
+            SETTINGS, max_staleness=most, num_steps=12, num_concurrent=100
+        )
+        waves = 12 // (most + 1)
+        found = simulator.predict(equal, speeds, settings)
+        seconds = 5.0 + 0.01 * (most + 1) + (waves - 1) * 5.01
+        self.assertAlmostEqual(found.seconds, seconds, places=6)
+
     def test_more_staleness_is_never_slower_here(self):
         seconds = [
             simulator.predict(

@@ -178,12 +178,14 @@ class ComparisonTest(parameterized.TestCase):
         self.assertStartsWith(text.text(found, ["seconds"]), "The configs are equal.")
 
     def test_what_they_ran_on_counts_where_all_have_ended(self):
-        one, two = {"device": "1 x cpu", "jax": "0.10"}, {"device": "8 x tpu"}
+        one = {"device": "1 x cpu", "jax": "0.10", "commit": "5f"}
+        two = {"device": "8 x tpu", "commit": "6e"}
         ended = [
             self.write("a", [line(1)], (), one),
             self.write("b", [line(1)], (), two),
         ]
-        self.assertEqual(figures.settings(runs.read(ended)), ["device"])
+        found = figures.settings(runs.read(ended))
+        self.assertEqual(found, ["device", "commit"])
         under_way = self.write("c", [line(1)], {"removed": 3})
         found = runs.read([*ended, under_way])
         self.assertRegex(text.text(found, ["seconds"]), r"(?m)^removed  -  -  3$")

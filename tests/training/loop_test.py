@@ -22,7 +22,7 @@ from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import manager, manifest, step_folder
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.training import loop
-from glm5_jax.training.reporting import metrics, plot
+from glm5_jax.training.reporting import metrics, plot, sources
 from glm5_jax.training.run import signals
 from glm5_jax.training.run import state as run_lib
 from glm5_jax.weights import loading
@@ -70,6 +70,7 @@ class RunTest(runs.OneDeviceTest):
         summary = json.loads((self.workdir / "summary.json").read_text())
         self.assertEqual(summary["eval/bits_per_byte"], bits[-1])
         self.assertEqual(summary["perf/mfu"], "unknown")
+        self.assertEqual(summary["commit"], sources.commit())
         self.assertStartsWith((self.workdir / "samples" / "6.txt").read_text(), "def")
 
     def test_resumed_run_ends_bit_for_bit_alike(self):

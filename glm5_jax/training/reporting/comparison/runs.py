@@ -12,7 +12,7 @@ from glm5_jax import config as config_lib
 from glm5_jax.config import fields, recorded
 from glm5_jax.training.reporting import records
 
-RAN_ON = ("parameters", "device", "jax")  # of summary.json, which ends a run
+RAN_ON = ("parameters", "device", "jax", "commit")  # of summary.json, at the end
 SECONDS = "seconds"  # of the run until a step, over all of its starts
 _KINDS = ("compile", "restore", "step", "evaluate", "sample", "save")
 _MAX_NAMED = 3  # names in a message
