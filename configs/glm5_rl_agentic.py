@@ -4,7 +4,7 @@ python -m glm5_jax.train --config=configs/glm5_rl_agentic.py \
     --config.init_from=/shared/rl --config.rl.environment=swe:/shared/tasks \
     --config.rl.servers=http://HOST:8000 --config.rl.weights_store=/shared/weights
 
-Hardware: 1024 v5p chips, of which 256 train (docs/planning.md, second row); never
+Hardware: 1024 v5p chips, of which 256 train (docs/planning.md, first row); never
 run. Disclosed: two parts, no standard deviation in advantages, dis, no loss on tools'
 answers, moments forgotten after a push, 16,384 tokens a turn. GLM-5.2: bands, 131,072
 tokens. SkyRL: staleness 4. slime: AdamW. Ours: 200 turns, 32 groups of 8, 1,280 live.

@@ -15,7 +15,7 @@ from glm5_jax.rl import entrance
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl.actors import groups as groups_lib
 from glm5_jax.rl.actors import journal as journal_lib
-from glm5_jax.rl.actors import local, monitor
+from glm5_jax.rl.actors import lag, local, monitor
 from tests.data import templates_test
 from tests.rl import faults, monitor_test, scripted
 
@@ -82,6 +82,28 @@ class LocalTest(absltest.TestCase):
             played.close()
             self.assertEmpty(self.actors())
             self.assertGreaterEqual(taskset.num_closed, taskset.counts.resets)
+
+    def test_an_environment_that_blocks_the_thread_is_named(self):
+        blocked = []
+
+        async def close_by_computing():
+            if not blocked:
+                blocked.append(True)
+                time.sleep(1.0)
+
+        with (
+            mock.patch.object(lag, "_LOOK_SECONDS", 0.25),
+            mock.patch.object(lag, "_LATE_SECONDS", 0.5),
+            self.assertLogs("absl", "WARNING") as logs,
+            self.playing(Taskset(close_by_computing)) as played,
+        ):
+            played.take(STALL)
+            self.assertBetween(played.lag.taken(), 0.5, STALL)
+            played.close()
+        said = "\n".join(logs.output)
+        self.assertRegex(said, r"not turned for 0\.25 s(.*\n)+.*close_by_computing\n")
+        self.assertIn("The event loop was late by", said)
+        self.assertNotIn("lag", [thread.name for thread in threading.enumerate()])
 
     def test_the_engine_waits_for_no_thread_that_has_ended(self):
         async def close():  # meanwhile the engine begins to wait for the coroutines

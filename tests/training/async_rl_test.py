@@ -98,6 +98,7 @@ class AsyncTest(runs.OneDeviceTest):
             self.assertBetween(stale, 0, record["rl/trained_tokens"])
             self.assertLess(record["rl/logprob_gap"], 1e-5)
             self.assertEqual(record["optim/skipped_total"], 0)
+            self.assertBetween(record["actors/loop_lag_seconds"], 0, 60)
         self.assertGreater(sum(r["rl/tokens/stale_1"] for r in records), 0)
 
     def test_a_killed_run_goes_on_with_what_was_under_way(self):

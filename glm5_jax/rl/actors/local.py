@@ -15,6 +15,7 @@ from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl import pump as pump_lib
 from glm5_jax.rl.actors import groups as groups_lib
 from glm5_jax.rl.actors import journal as journal_lib
+from glm5_jax.rl.actors import lag as lag_lib
 from glm5_jax.rl.actors import monitor
 from glm5_jax.rl.actors import orchestrator as orchestrator_lib
 
@@ -56,6 +57,7 @@ class Local:
         """
         self._service, self._game = service, game
         self._groups, self._journal = groups, journal
+        self.lag = lag_lib.Lag()  # of the thread's event loop
         self._started: futures.Future[asyncio.AbstractEventLoop] = futures.Future()
         self._orchestrator: orchestrator_lib.Orchestrator
         self._end: asyncio.Event
@@ -105,12 +107,15 @@ class Local:
                 watch=game.watch,
             )
             playing = asyncio.create_task(self._orchestrator.run())
+            measuring = asyncio.create_task(self.lag.measure())
             try:
                 self._started.set_result(asyncio.get_running_loop())
-                await self._end.wait()
+                with self.lag.naming():
+                    await self._end.wait()
             finally:
                 playing.cancel()
-                await asyncio.wait({playing})
+                measuring.cancel()
+                await asyncio.wait({playing, measuring})
                 if not playing.cancelled():
                     playing.exception()  # `take` has raised it
                 pump.close()

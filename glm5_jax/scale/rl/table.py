@@ -48,8 +48,8 @@ def page(ranking: planner.Ranking, command: str) -> str:
         markdown.table(PUSHES, _pushes(ranking)),
         "seconds = max(engines x bytes / (chips that train x network), bytes / (chips "
         "of an engine x network)), for the fastest split. A difference is after a step "
-        "at a learning rate of 1e-6 (docs/log.md); servers take whole versions and "
-        "differences in bfloat16 today, FP8 is what they would be.",
+        "at a learning rate of 1e-6 (docs/log.md). Servers take either in bfloat16, "
+        "and in FP8 with rl.rollout_weights=fp8.",
         "## What this knows, and what it does not",
         *_notes(ranking),
     ]
@@ -176,7 +176,8 @@ def _pushes(ranking: planner.Ranking) -> Iterator[tuple[str, ...]]:
 def _notes(ranking: planner.Ranking) -> tuple[str, ...]:
     return (
         f"Simulated, not run: {ranking.num_steps} steps after the first "
-        f"{planner.SKIPPED}. Tokens are those that the model draws and the trainer "
+        f"{planner.SKIPPED}; where staleness limits, so few scatter by a fifth "
+        f"(--simulated_steps). Tokens are those that the model draws and the trainer "
         f"learns from. Staleness: the versions by which a group's oldest token is "
         f"older than the weights that learn from it, mean and most. Limited by: what, "
         f"taken away alone, makes the run fastest. Seconds of decoding and training "

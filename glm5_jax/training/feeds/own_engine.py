@@ -79,6 +79,7 @@ class OwnEngine:
         }
         metrics |= {f"groups/{name}": n for name, n in ledger.items()}
         metrics |= self._local.call(orchestrator_lib.Orchestrator.figures)
+        metrics["actors/loop_lag_seconds"] = round(self._local.lag.taken(), 3)
         evaluated = self._local.call(lambda made: made.evaluation.taken())
         memory = self._local.call(lambda made: made.groups.state(version + 1))
         groups = [group for _, group in taken]
