@@ -31,7 +31,7 @@ class CommandsTest(parameterized.TestCase):
         super().setUp()
         self.folder = pathlib.Path(self.create_tempdir().full_path)
         # As many and as long as a program of scores takes: all scores have one program.
-        rows = np.random.default_rng(0).integers(3, 80, (4, 16))
+        rows = np.random.default_rng(0).integers(3, 80, (4, worker.PROMPT_TOKENS))
         np.save(self.folder / "ids.npy", rows)
         np.save(self.folder / "two_ids.npy", rows[:2])
         (self.folder / "release").symlink_to(GOLDEN)

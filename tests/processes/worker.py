@@ -38,6 +38,7 @@ from glm5_jax.weights import (
 SHAPE = (16, 8)
 AXES = ("a", "b")
 FLOATS = [("model.dtype", "float32"), ("model.param_dtype", "float32")]
+PROMPT_TOKENS = 16
 MOST_TOKENS = 36  # more than two dispatches of an engine
 METADATA = {"data": "corpus=1"}
 
@@ -272,7 +273,9 @@ def lead(folder):
     make = leader.Leader if together.is_first() else leader.Member
     make = engine.Engine if is_alone else make
     # Those of continue_and_score, for the same programs.
-    sizes = {"num_slots": 2, "capacity": 52, "limits": engine.Limits.of_prompts(1, 0)}
+    capacity = engine.bucket(PROMPT_TOKENS + MOST_TOKENS)
+    limits = engine.Limits.of_prompts(1, 0)
+    sizes = {"num_slots": 2, "capacity": capacity, "limits": limits}
     with placement.using(mesh):
         made = make(params, config, **sizes)
     if not together.is_first():
