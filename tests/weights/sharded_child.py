@@ -1,8 +1,6 @@
-"""Loads folders onto a mesh of all devices, and prints the memory that each took.
+"""Loads folders onto a mesh of all devices, and prints the memory that each took."""
 
-python -m tests.weights.sharded_child AXIS FOLDER...
-"""
-
+import ctypes
 import gc
 import json
 import math
@@ -14,7 +12,10 @@ import numpy as np
 
 from glm5_jax.processes import group, together
 from glm5_jax.weights import loading
-from tests import environment
+
+# Of mallopt: from so many bytes on, a freed buffer goes back to the kernel. Else glibc
+# keeps it, and it would count.
+M_MMAP_THRESHOLD, SMALL = -3, 2**20
 
 
 def peak_bytes():
@@ -35,6 +36,7 @@ def numbered(shape, dtype):
 
 
 def main(axis, *folders):
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, SMALL)
     with together.joined(group.find(), 60, 60):
         mesh, _ = loading.mesh_of([(f"mesh.{axis}", str(len(jax.devices())))])
         jax.block_until_ready(jax.device_put(np.zeros(1), jax.local_devices()[0]))
@@ -60,8 +62,3 @@ def load(folder, mesh):
     for data, index, name in own:
         np.testing.assert_array_equal(data, wholes[name][index], str(name))
     return {"used": used, "kept": kept}
-
-
-if __name__ == "__main__":
-    environment.configure()
-    main(*sys.argv[1:])

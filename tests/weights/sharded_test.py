@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import pathlib
-import sys
 import tempfile
 
 import jax
@@ -40,10 +39,7 @@ class MemoryTest(parameterized.TestCase):
 
     def load(self, axis, *folders, count=1):
         """Returns what each process found for each of the folders."""
-        command = [sys.executable, "-m", "tests.weights.sharded_child", axis]
-        # Else glibc keeps freed buffers, and they would count.
-        small = {"MALLOC_MMAP_THRESHOLD_": 2**20}
-        done = launch.together([*command, *map(str, folders)], count=count, **small)
+        done = launch.fork(sharded_child.main, axis, *folders, count=count)
         for code, output in done:
             self.assertEqual(code, 0, output)
         found = [json.loads(output.splitlines()[-1]) for _, output in done]
