@@ -31,9 +31,19 @@ PROCESSES.set_forkserver_preload(
 
 def run(name, *flags):
     """Returns what `python -m glm5_jax.NAME FLAGS` in the project's folder gave."""
+    return _run(_module, name, *flags)
+
+
+def run_script(path, *flags):
+    """Returns what `python PATH FLAGS` in the project's folder gave."""
+    return _run(_script, path, *flags)
+
+
+def _run(execute, name, *flags):
     with tempfile.TemporaryDirectory() as folder:
         streams = [pathlib.Path(folder) / stream for stream in ("stdout", "stderr")]
-        child = PROCESSES.Process(target=_execute, args=(name, flags, streams))
+        given = execute, name, flags, streams
+        child = PROCESSES.Process(target=_execute, args=given)
         child.start()
         child.join(SECONDS)
         if child.is_alive():
@@ -43,10 +53,18 @@ def run(name, *flags):
     return subprocess.CompletedProcess([name, *flags], child.exitcode, stdout, stderr)
 
 
-def _execute(name, flags, streams):
+def _execute(execute, name, flags, streams):
     for stream, number in zip(streams, (1, 2), strict=True):
         os.dup2(os.open(stream, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
     os.chdir(ROOT)
     sys.path[0] = str(ROOT)
     sys.argv = [name, *flags]
+    execute(name)
+
+
+def _module(name):
     runpy.run_module(f"glm5_jax.{name}", run_name="__main__", alter_sys=True)
+
+
+def _script(path):
+    runpy.run_path(path, run_name="__main__")

@@ -1,9 +1,12 @@
 """Converts whole models from one kind of folder to the other, in windows."""
 
+import contextlib
+import io
 import json
 import pathlib
 import re
 import resource
+import runpy
 import subprocess
 import sys
 from unittest import mock
@@ -34,6 +37,7 @@ from tests.model import tiny
 from tests.weights import fp8_folder
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
+STREAM = str(ROOT / "benchmarks" / "convert_stream.py")
 GOLDEN = ROOT / "tests" / "golden" / "glm5"
 # Most matrices have several blocks of 128 in both dims, the last one partial.
 WIDE = tiny.model(
@@ -375,18 +379,20 @@ class ProcessTest(parameterized.TestCase):
 
     def stream(self, layers, *flags):
         """Runs the benchmark with GLM-5's names; returns its rows by action."""
-        folder = self.create_tempdir().full_path
-        done = self.run_python(
-            "benchmarks/convert_stream.py",
-            f"--folder={folder}",
+        flags = (
+            f"--folder={self.create_tempdir().full_path}",
             f"--layers={layers}",
             *flags,
-            timeout=3600,
         )
+        done = self.run_python(STREAM, *flags, timeout=3600)
         self.assertEqual(done.returncode, 0, done.stderr)
-        sys.stderr.write(f"\n{done.stdout}")
+        return self.rows_of(done.stdout)
+
+    def rows_of(self, output):
+        """Returns the benchmark's rows by action; checks what each took."""
+        sys.stderr.write(f"\n{output}")
         rows = {}
-        for row in map(json.loads, done.stdout.splitlines()):
+        for row in map(json.loads, output.splitlines()):
             if "peak_bytes" in row:
                 self.assertLess(row["peak_bytes"], row["allowed_bytes"], row)
                 rows.setdefault(row["step"], []).append(row)
@@ -394,7 +400,21 @@ class ProcessTest(parameterized.TestCase):
 
     def test_synthetic_checkpoint_there_and_back(self):
         """Converts three dense layers, a sparse one and MTP, with 16 experts."""
-        rows = self.stream(4, "--experts=16")
+        flags = "--layers=4", "--experts=16"
+        flags += (f"--folder={self.create_tempdir().full_path}",)
+
+        def fork(command, **_):  # with the imports done
+            done = forked.run_script(*command[1:])
+            self.assertEqual(done.returncode, 0, done.stderr)
+            return done
+
+        with (
+            mock.patch.object(sys, "argv", [STREAM, *flags]),
+            mock.patch.object(subprocess, "run", fork),
+            contextlib.redirect_stdout(io.StringIO()) as output,
+        ):
+            runpy.run_path(STREAM, run_name="__main__")
+        rows = self.rows_of(output.getvalue())
         self.assertEqual([*rows], ["import", "export"])
         self.assertEqual(rows["import"][0]["tensors"], 192)
 
