@@ -274,7 +274,7 @@ class AwaitServersTest(absltest.TestCase):
                 pass
 
         with http.server.HTTPServer(("127.0.0.1", 0), Router) as router:
-            thread = threading.Thread(target=router.serve_forever)
+            thread = threading.Thread(target=router.serve_forever, args=(0.01,))
             thread.start()
             url = f"http://127.0.0.1:{router.server_port}/"
             command = ["bash", launch.ROOT / "launch" / "await_servers.sh", url]

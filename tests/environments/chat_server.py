@@ -37,7 +37,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
 
     def __enter__(self):
-        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
         self._thread.start()
         return self
 

@@ -40,7 +40,7 @@ def metadata_server(attributes):
             pass
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield {"GCE_METADATA_IP": f"127.0.0.1:{server.server_port}"}
         server.shutdown()
 

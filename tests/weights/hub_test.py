@@ -86,7 +86,7 @@ class HubTest(parameterized.TestCase):
         Hub.asked.clear()
         self.cache = self.create_tempdir().full_path
         server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         self.addCleanup(server.server_close)
         self.addCleanup(server.shutdown)
         self.set_hub(server.server_address[1])
