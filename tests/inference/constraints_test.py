@@ -33,7 +33,7 @@ from glm5_jax.inference import (
 from glm5_jax.inference.limits import Limits
 from glm5_jax.inference.requests import Request
 from tests import environment, small_configs
-from tests.inference import engine_test, mesh_test
+from tests.inference import engine_test, fewer_programs, mesh_test
 from tests.model import tiny
 
 TOKENIZER = tokenizer_lib.byte_tokenizer(tokenizer_lib.SPECIAL_TOKENS)
@@ -83,7 +83,9 @@ def params():
 
 def make_engine(num_steps, **limits):
     limits = Limits(with_adjustments=True, page_size=8, **limits)
-    return engine.Engine(params(), MODEL, **SIZES, num_steps=num_steps, limits=limits)
+    options = SIZES | {"num_steps": num_steps}
+    with fewer_programs.of_all_rows():
+        return engine.Engine(params(), MODEL, **options, limits=limits)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from glm5_jax import config as config_lib
 from glm5_jax.inference import engine, programs, steps
 from glm5_jax.inference.limits import Limits
 from tests import environment
-from tests.inference import engine_test, failure_test, pages_test
+from tests.inference import engine_test, failure_test, fewer_programs, pages_test
 from tests.model import tiny
 
 CONFIG = dataclasses.replace(pages_test.CONFIG, num_nextn_predict_layers=1)
@@ -29,7 +29,8 @@ def params():
 
 def make_engine(config=CONFIG, **limits):
     limits = Limits(with_adjustments=True, **limits)
-    return engine.Engine(params(), config, **engine_test.ENGINE, limits=limits)
+    with fewer_programs.of_all_rows():
+        return engine.Engine(params(), config, **engine_test.ENGINE, limits=limits)
 
 
 def make_requests():

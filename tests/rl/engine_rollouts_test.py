@@ -14,6 +14,7 @@ from glm5_jax.model import cached, transformer
 from glm5_jax.rl import episodes as episodes_lib
 from tests import environment
 from tests.data import templates_test
+from tests.inference import fewer_programs
 from tests.model import tiny
 from tests.rl import scripted
 
@@ -66,15 +67,16 @@ def params():
 
 
 def collect(role, clear=True, num_concurrent=3, indices=range(5)):
-    engine = engine_lib.Engine(
-        params(),
-        MODEL,
-        num_slots=3,
-        capacity=CAPACITY,
-        chunk=16,  # one program; prompts have several chunks
-        num_steps=4,
-        with_experts=True,
-    )
+    with fewer_programs.of_all_rows():
+        engine = engine_lib.Engine(
+            params(),
+            MODEL,
+            num_slots=3,
+            capacity=CAPACITY,
+            chunk=16,  # one program; prompts have several chunks
+            num_steps=4,
+            with_experts=True,
+        )
     engine.publish(params(), 5)
     taskset, template = Talk(role), templates_test.template(clear=clear)
     todo = [

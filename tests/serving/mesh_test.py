@@ -20,7 +20,7 @@ CONFIG = tiny.model(
     num_nextn_predict_layers=0,
     eos_token_id=(),
 )
-PROMPTS = [[5, 9, 2, 33, 7, 1, 60, 12], [4, 4, 8]]
+PROMPTS = [[5, 9, 2, 33, 7, 1, 60, 12], [4, 4, 8, 17, 2, 50, 3]]  # of one program
 
 
 class MeshTest(parameterized.TestCase):

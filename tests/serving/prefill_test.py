@@ -27,7 +27,7 @@ from glm5_jax.inference import engine, handover, service
 from glm5_jax.inference.limits import Limits
 from glm5_jax.serving import command, fetching, page_bytes, prefill, served
 from tests import environment
-from tests.inference import engine_test, handover_test
+from tests.inference import engine_test, fewer_programs, handover_test
 from tests.model import tiny
 from tests.serving import scripted
 from tests.serving.router import clients_test
@@ -49,9 +49,9 @@ def params(seed=0):
 @contextlib.contextmanager
 def driven(limits=LIMITS):
     """Runs an engine in its thread."""
-    made = engine.Engine(
-        params(), MODEL, num_slots=2, capacity=96, chunk=16, num_steps=4, limits=limits
-    )
+    sizes = {"num_slots": 2, "capacity": 96, "chunk": 16, "num_steps": 4}
+    with fewer_programs.of_all_rows():
+        made = engine.Engine(params(), MODEL, **sizes, limits=limits)
     with contextlib.closing(service.Service(made)) as driver:
         yield driver
 
