@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import dataclasses
+import importlib
 import importlib.util
 import io
 import json
@@ -10,12 +11,7 @@ import time
 from unittest import mock
 
 import aiohttp
-import anthropic
-import openai
-import pydantic_ai
 from absl.testing import parameterized
-from pydantic_ai.models import openai as openai_models
-from pydantic_ai.providers import openai as openai_providers
 
 from glm5_jax import config, environments
 from glm5_jax.environments import mixture, protocol
@@ -145,9 +141,19 @@ async def chat(base_url, messages, **fields):
 
 
 class AgentsTest(parameterized.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        """Imports the clients: collecting the tests of all files need not wait."""
+        super().setUpClass()
+        cls.anthropic = importlib.import_module("anthropic")
+        cls.openai = importlib.import_module("openai")
+        cls.pydantic_ai = importlib.import_module("pydantic_ai")
+        cls.models = importlib.import_module("pydantic_ai.models.openai")
+        cls.providers = importlib.import_module("pydantic_ai.providers.openai")
+
     def test_a_program_of_openai_plays_two_turns_of_one_sample(self):
         async def play(task, base_url):
-            client = openai.AsyncOpenAI(base_url=base_url, api_key="none")
+            client = self.openai.AsyncOpenAI(base_url=base_url, api_key="none")
             messages = [dict(message) for message in task.messages]
             async with client:
                 for question in ("And 3 + 3?", None):
@@ -183,10 +189,12 @@ class AgentsTest(parameterized.TestCase):
             return a + b
 
         async def play(task, base_url):
-            async with openai.AsyncOpenAI(base_url=base_url, api_key="-") as client:
-                provider = openai_providers.OpenAIProvider(openai_client=client)
-                model = openai_models.OpenAIChatModel("any", provider=provider)
-                agent = pydantic_ai.Agent(model, tools=[add])
+            async with self.openai.AsyncOpenAI(
+                base_url=base_url, api_key="-"
+            ) as client:
+                provider = self.providers.OpenAIProvider(openai_client=client)
+                model = self.models.OpenAIChatModel("any", provider=provider)
+                agent = self.pydantic_ai.Agent(model, tools=[add])
                 found = await agent.run(task.messages[0]["content"])
             return float(found.output == "five")
 
@@ -219,7 +227,9 @@ class AgentsTest(parameterized.TestCase):
         async def play(task, base_url):
             url = base_url.removesuffix("/v1")  # the client adds it
             messages = [{"role": "user", "content": task.messages[0]["content"]}]
-            async with anthropic.AsyncAnthropic(base_url=url, api_key="-") as client:
+            async with self.anthropic.AsyncAnthropic(
+                base_url=url, api_key="-"
+            ) as client:
                 called = await ask(client, messages)
                 (block,) = called.content
                 self.assertEqual(called.stop_reason, "tool_use")
@@ -267,7 +277,7 @@ class AgentsTest(parameterized.TestCase):
 
     def test_a_stream_is_whole(self):
         async def play(task, base_url):
-            client = openai.AsyncOpenAI(base_url=base_url, api_key="none")
+            client = self.openai.AsyncOpenAI(base_url=base_url, api_key="none")
             text, reasons = "", []
             async with client:
                 stream = await client.chat.completions.create(
