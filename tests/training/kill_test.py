@@ -22,6 +22,7 @@ from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import manifest
 from glm5_jax.training import loop
 from glm5_jax.training import program as program_lib
+from glm5_jax.training.feeds import corpus
 from glm5_jax.training.reporting import metrics, plot
 from tests import environment, forked, runs, small_configs
 
@@ -45,6 +46,8 @@ def live(config, workdir, compiled):
         runs.use_devices(),
         mock.patch.object(os, "fsync"),  # a kill loses nothing that was written
         mock.patch.object(plot, "plot_losses"),
+        # It compiles an evaluation, and there is none: eval_every is 0.
+        mock.patch.object(corpus.Corpus, "prepare"),
         mock.patch.object(program_lib.Program, "lower", return_value=lowered),
     ):
         loop.train(command_line.resolve(json.loads(config)), workdir)
