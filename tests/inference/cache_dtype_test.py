@@ -17,7 +17,7 @@ from glm5_jax.inference import engine, limits
 from glm5_jax.model import cached
 from glm5_jax.model.attention import cache_rows
 from tests import environment
-from tests.inference import engine_test
+from tests.inference import engine_test, fewer_programs
 from tests.model import tiny
 
 TILE = 128  # of vLLM's fp8_ds_mla
@@ -120,15 +120,12 @@ class EngineTest(parameterized.TestCase):
         params = tiny.params(model)
 
         def run(model, num_slots):
-            machine = engine.Engine(
-                params,
-                model,
-                num_slots=num_slots,
-                capacity=64,
-                chunk=16,
-                num_steps=5,
-                limits=limits.Limits(**bounds),
-            )
+            sizes = {"num_slots": num_slots, "capacity": 64, "chunk": 16}
+            bound = limits.Limits(**bounds)
+            with fewer_programs.of_all_rows():
+                machine = engine.Engine(
+                    params, model, **sizes, num_steps=5, limits=bound
+                )
             requests = engine_test.make_requests(5, 40, 19, n=12)
             done = engine_test.run_all(machine, requests)
             return [done[request.id] for request in requests]

@@ -278,7 +278,7 @@ class EndTest(absltest.TestCase):
             server.process.send_signal(signal.SIGTERM)
             while played.ask(server.port, "GET", "/health")[0] == 200:
                 await asyncio.sleep(0.01)
-            await asyncio.sleep(2)  # beyond the end of a server without episodes
+            await asyncio.sleep(1.4)  # beyond the end of a server without episodes
             with (
                 mock.patch.object(remote, "_FULL_SECONDS", 0.0),
                 self.assertRaisesRegex(remote.ServiceError, "about to end"),
