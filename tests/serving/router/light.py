@@ -12,7 +12,6 @@ import sys
 from starlette import applications, responses, routing
 
 from glm5_jax.http_server import guard, listening
-from glm5_jax.serving.router import app
 from tests import quick_servers  # noqa: F401  they end at once
 
 KEY = "inner"  # of the replicas
@@ -194,6 +193,9 @@ async def together(contexts):
 @contextlib.asynccontextmanager
 async def routing_to(urls, options, **limits):
     """Runs a router; yields its address and the router, once all are in service."""
+    # Most of what a process of a replica would import, which needs no router.
+    from glm5_jax.serving.router import app
+
     router = app.Router(options, guard.Limits(**limits))
     try:
         for url in urls:
