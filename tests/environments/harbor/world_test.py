@@ -384,20 +384,19 @@ done"""
             "the solution, run 1 earns 0.0",
         ),
         (
-            "tests",
-            {"tests/check.sh": "#!/bin/sh\n[ -e /app/total ]\n"},
+            "tests_and_a_leak",
+            {
+                "tests/check.sh": "#!/bin/sh\n[ -e /app/total ]\n",
+                "environment/tools/sum": FILES["solution/sum.sh"],
+            },
             "wrong attempt 1 earns 1.0",
+            "an agent can read /app/tools/sum",
         ),
         (
             "planted",
             {"tests/test.sh": "cd /app; python3 -m unittest && echo 1 "
              "> /logs/verifier/reward.txt\n"},
             "wrong attempt 5 earns 1.0",
-        ),
-        (
-            "leak",
-            {"environment/tools/sum": FILES["solution/sum.sh"]},
-            "an agent can read /app/tools/sum",
         ),
         (
             "build",
@@ -411,8 +410,10 @@ done"""
             "leaves /afile, which a box does not keep",
         ),
     )  # fmt: skip
-    def test_what_is_wrong_with_a_task_is_said(self, changes, told):
-        self.assertIn(told, "; ".join(self.proof(changes).failures))
+    def test_what_is_wrong_with_a_task_is_said(self, changes, *told):
+        failures = "; ".join(self.proof(changes).failures)
+        for words in told:
+            self.assertIn(words, failures)
 
     def test_an_exported_task_is_read_and_proven(self):
         """Its checks, near misses and setup are those of the family."""
