@@ -30,6 +30,7 @@ SIZES = ("--capacity=64", "--config.model.max_position_embeddings=64", "--num_sl
 SECONDS = 600  # on a machine under load
 NUM_STEPS = 40
 KEY = "outer"
+TRAINER = str(launch.ROOT / "launch" / "ray_job.py"), "--nodes=1", "--each=CPU=1", "--"
 VARIABLES = {
     "GLM5_JAX_API_KEY": KEY,
     # Else Ray ends workers when others use the machine's memory.
@@ -135,13 +136,13 @@ class RayLearnTest(RayTest):
         self.require_end("sft", self.train("sft", *sft))
         super().setUp()
 
-    def train(self, name, *flags):
+    def train(self, name, *flags, command=("-m", "glm5_jax.train"), **variables):
         """Starts a run of a small model on words of two or three letters."""
         settings = (
             *("model.num_hidden_layers=2", "model.num_nextn_predict_layers=0"),
             *("rl.environment=reverse:2-3", "rl.num_eval_tasks=64", *flags),
         )
-        command = [sys.executable, "-m", "glm5_jax.train"]
+        command = [sys.executable, *command]
         command += [f"--config={launch.ROOT}/configs/small_{name}_reverse.py"]
         command += [f"--workdir={self.root / name}"]
         log = (self.root / f"{name}.log").open("wb")
@@ -154,6 +155,7 @@ class RayLearnTest(RayTest):
                 **launch.environ(1),
                 **VARIABLES,
                 "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
+                **variables,
             },
             stdout=log,
             stderr=log,
@@ -171,6 +173,7 @@ class RayLearnTest(RayTest):
         return metrics.read(path) if path.exists() else []
 
     def test_a_replica_is_lost_and_placed_again_while_the_model_learns(self):
+        """Ray places the trainer as well."""
         start, store = self.root / "sft", self.root / "weights"
         store.mkdir()
         self.serve(
@@ -190,6 +193,8 @@ class RayLearnTest(RayTest):
             f"rl.weights_store={store}",
             "rl.prompts_per_step=8",
             "rl.slots=16",
+            command=TRAINER,
+            RAY_ADDRESS=self.cluster.address,
         )
         deadline = time.monotonic() + SECONDS
         while len(self.records("async")) < 3:
@@ -199,6 +204,7 @@ class RayLearnTest(RayTest):
         lost = min(before)
         os.kill(_server_at(lost), signal.SIGKILL)
         self.require_end("async", child)
+        # Ready is what has the present weights, by the next push or apart.
         after = self.wait_for(2)
         self.assertNotIn(lost, after)
         self.assertLen(before & after, 1)
@@ -208,8 +214,6 @@ class RayLearnTest(RayTest):
         self.assertEqual([r["step"] for r in records], steps)
         self.assertLessEqual(max(r["rollout/staleness_max"] for r in records), 2)
         self.assertLess(max(r["rl/logprob_gap"] for r in records), 1e-5)
-        # It got the weights through the router, which alone has the servers' key.
-        self.assertGreaterEqual(records[-1]["actors/servers_repaired"], 1)
         summary = json.loads((self.root / "async" / "summary.json").read_text())
         success = records[0]["rollout/start_success"], summary["eval/success"]
         print(f"held-out success {success[0]:.1%} to {success[1]:.1%}")  # noqa: T201
