@@ -17,7 +17,7 @@ from tests import environment
 from tests.pallas_kernels import program
 
 # No two dims of a block are equal.
-_SMALL = {"heads": 3, "head_dim": 384, "value_dim": 640, "index_heads": 8, "topk": 32}
+_SMALL = {"heads": 2, "head_dim": 384, "value_dim": 640, "index_heads": 8, "topk": 32}
 BLOCKS = 128, 512  # queries, keys; half as many keys in float32
 CASES = (
     cases.Case("documents", 300, 300, batch=2, documents=3, **_SMALL),

@@ -27,12 +27,16 @@ CONFIG = small_configs.step(
     chunk_tokens=40,
     adam_eps=1e-4,
 )
-# One stack of layers and all losses; step_test.py takes its steps too.
+# One stack of layers and all losses; step_test.py takes its steps too. One step of
+# multi-token prediction compiles faster than a loop of two: `test_all` has two.
 SMALL = small_configs.of_stage(
     dataclasses.replace(
         CONFIG,
         model=dataclasses.replace(
-            CONFIG.model, num_hidden_layers=1, first_k_dense_replace=0
+            CONFIG.model,
+            num_hidden_layers=1,
+            first_k_dense_replace=0,
+            mtp_num_steps=1,
         ),
     ),
     "dsa_sparse",

@@ -27,12 +27,12 @@ from tests.training import mesh_test
 SUM_RTOL = 1e-5  # float32 sums in another order
 # Pre-training runs the same step: tests/training/loop_test.py.
 # All losses, with AdamW, which compiles faster than Muon: mesh_test.py has that.
-CONFIG = dataclasses.replace(
+ONE_AHEAD = dataclasses.replace(
     mesh_test.SMALL, optim=dataclasses.replace(mesh_test.SMALL.optim, name="adamw")
 )
-# A scan over one step of multi-token prediction compiles faster than over two.
-ONE_AHEAD = dataclasses.replace(
-    CONFIG, model=dataclasses.replace(CONFIG.model, mtp_num_steps=1)
+# With a loop of multi-token prediction, which compiles slower than one step.
+CONFIG = dataclasses.replace(
+    ONE_AHEAD, model=dataclasses.replace(ONE_AHEAD.model, mtp_num_steps=2)
 )
 WARMUP = small_configs.of_stage(ONE_AHEAD, "dsa_warmup")
 
