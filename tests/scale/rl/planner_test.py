@@ -212,7 +212,7 @@ class RankingTest(parameterized.TestCase):
         rates = []
         for made in (bound, config(max_staleness=2, environment="a+b")):
             of = dataclasses.replace(asked(made), mixture=both)
-            found = planner.make(made, "tiny", "v5p:2x2x4", of)
+            found = planner.make(made, "tiny", "v5p:2x2x2", of)
             rates.append(found.plans[0].outcome.samples_per_second)
         self.assertLess(rates[0], 0.8 * rates[1])
 
@@ -255,11 +255,11 @@ class RankingTest(parameterized.TestCase):
             config_lib.InputError, "no room for a sequence of 64 tokens.*more chips"
         ):
             planner.make(large, "large", "v5p:2x2x4", asked(large))
-        roomy = dataclasses.replace(asked(large), engine="v5p:4x4x4")
+        roomy = dataclasses.replace(asked(large), engine="v5p:2x4x4")
         with self.assertRaisesRegex(
-            config_lib.InputError, "large has no split on 1 x v5p:4x4x8.*fits no mesh"
+            config_lib.InputError, "large has no split on 1 x v5p:4x4x4.*fits no mesh"
         ):
-            planner.make(large, "large", "v5p:4x4x8", roomy)
+            planner.make(large, "large", "v5p:4x4x4", roomy)
 
 
 if __name__ == "__main__":
