@@ -82,6 +82,7 @@ TOGETHER = {
     "training/critic_test.py": "training/async_rl_test.py",
     "training/reference_test.py": "training/async_rl_test.py",
     "training/replay_test.py": "training/async_rl_test.py",
+    "training/resumed_async_test.py": "training/async_rl_test.py",
     "training/health_test.py": "training/loop_test.py",
     "training/prepared_run_test.py": "training/loop_test.py",
     "training/step_test.py": "training/mesh_test.py",

@@ -27,7 +27,7 @@ DENSE_MODEL = tiny.model(
     attention="dense",
     vocab_size=260,
 )
-CHAT_MODEL = dataclasses.replace(TEXT_MODEL, vocab_size=292, attention="dense")
+CHAT_MODEL = dataclasses.replace(DENSE_MODEL, vocab_size=292)
 SENTENCE = "def f{}(x):\n    '''Adds {} to x, and nothing else.'''\n    return x + {}\n"
 
 

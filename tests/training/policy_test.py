@@ -35,7 +35,8 @@ BETA = 1.02  # so narrow that rounding leaves it
 RL = {"updates_per_rollout": 2, "max_logprob_gap": 0.05, "pop_beta": BETA}
 CONFIG = rl_runs.make_config(
     RL,
-    rl_runs.PLAIN,
+    # Few tokens: the mean log-probability is rounded by less than ORDER_ATOL.
+    rl_runs.DENSE | {"vocab_size": 8},
     # Adam's step is then a smooth function of the gradient, not of its sign.
     optim=config_lib.OptimConfig(
         name="adamw",
@@ -46,8 +47,8 @@ CONFIG = rl_runs.make_config(
         adam_eps=1e-2,
     ),
 )
-# Of rl_runs.MODEL: two layers that choose experts and keys, and MTP.
-WHOLE = rl_runs.make_config(RL)
+TWO_LAYERS = {"num_hidden_layers": 2}  # that choose experts and keys, and MTP
+WHOLE = rl_runs.make_config(RL, TWO_LAYERS)
 MOST_KEYS = 36  # of a query; fewer than a row has places, or nothing would be selected
 OBSERVATION = "<tool_response>", "</tool_response>"
 
@@ -427,7 +428,7 @@ class BatchTest(parameterized.TestCase):
 def rollouts_of(weights, temperature=1.0):
     """A batch that a real engine has played, with its routing."""
     rl = {"rollout_weights": weights, "temperature": temperature}
-    config = rl_runs.make_config(rl | {"router_replay": True})
+    config = rl_runs.make_config(rl | {"router_replay": True}, TWO_LAYERS)
     taskset = rl_runs.Lottery()
     with mock.patch.object(environments, "make", return_value=taskset):
         feed = rl_lib.Rollouts(config)

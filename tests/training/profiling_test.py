@@ -22,10 +22,22 @@ from glm5_jax.training import loop
 from glm5_jax.training.reporting import profiling
 from tests import environment, small_configs
 
+CASES = (  # steps, those with a signal, and those of each profile
+    ("named", (3, 4), (), [[3, 4]]),
+    ("asked_for_before", (7, 8), (2,), [[2, 3, 4], [7, 8]]),
+    ("asked_for_meanwhile", (5, 6), (6,), [[5, 6]]),
+)
+
+
+def record_all(root):
+    """Records every case, one after the other."""
+    environment.configure()
+    for name, steps, asked_at, _ in CASES:
+        record(root / name, steps, asked_at)
+
 
 def record(folder, steps, asked_at):
     """Nine steps, of which some are profiled."""
-    environment.configure()
     profiler = profiling.Profiler(steps, folder)
     double = jax.jit(lambda x: x * 2)
     x = jnp.ones(8)
@@ -43,18 +55,18 @@ def record(folder, steps, asked_at):
 
 
 class ProfilerTest(parameterized.TestCase):
-    @parameterized.named_parameters(
-        ("named", (3, 4), (), [[3, 4]]),
-        ("asked_for_before", (7, 8), (2,), [[2, 3, 4], [7, 8]]),
-        ("asked_for_meanwhile", (5, 6), (6,), [[5, 6]]),
-    )
-    def test_the_steps_and_no_others(self, steps, asked_at, wanted):
-        folder = pathlib.Path(self.create_tempdir().full_path) / "profile"
+    def test_the_steps_and_no_others(self):
+        root = pathlib.Path(self.create_tempdir().full_path)
         processes = multiprocessing.get_context("spawn")
-        child = processes.Process(target=record, args=(folder, steps, asked_at))
+        child = processes.Process(target=record_all, args=(root,))
         child.start()
         child.join()
         self.assertEqual(child.exitcode, 0)
+        for name, _, _, wanted in CASES:
+            with self.subTest(name):
+                self.assert_has(root / name, wanted)
+
+    def assert_has(self, folder, wanted):
         files = sorted((folder / "plugins" / "profile").rglob("*.xplane.pb"))
         contents = [file.read_bytes() for file in files]
         found = [

@@ -29,7 +29,7 @@ class ReferenceTest(runs.OneDeviceTest):
         super().setUpClass()
         cls.start = cls.root / "start"
         plain = rl_runs.make_config(
-            model=rl_runs.PLAIN, num_steps=2, checkpoint_every=1
+            model=rl_runs.DENSE, num_steps=2, checkpoint_every=1
         )
         run_folder.claim(cls.start, plain)
         checkpoints = manager.CheckpointManager(cls.start, 1)

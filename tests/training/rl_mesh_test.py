@@ -27,7 +27,7 @@ class MeshTest(parameterized.TestCase):
     def test_several_devices_learn_as_one_does(self, router_replay=False, **axes):
         root = pathlib.Path(self.create_tempdir().full_path)
         rl = {"router_replay": router_replay}
-        config = rl_runs.make_config(num_steps=2, rl=rl)
+        config = rl_runs.make_config(rl, {"num_hidden_layers": 2}, num_steps=2)
         for name, mesh in (("1", {}), ("2", axes)):
             with (
                 runs.use_devices(**mesh),

@@ -45,7 +45,7 @@ class TeachersTest(runs.OneDeviceTest):
     def setUpClass(cls):
         super().setUpClass()
         plain = rl_runs.make_config(
-            model=rl_runs.PLAIN | FAR,
+            model=rl_runs.DENSE | FAR,
             num_steps=NUM_STEPS,
             checkpoint_every=FIRST_SAVED,
         )
