@@ -494,7 +494,9 @@ class RouterReplayTest(parameterized.TestCase):
     def test_quantized_rollouts_have_a_gap_that_is_logged_and_masked(self):
         without = {k: v for k, v in rollouts_of("w4a16").items() if k != "experts"}
         mask = without["loss_mask"] > 0
-        metrics = metrics_function()(params(WHOLE.model), WHOLE, without)
+        optim = dataclasses.replace(WHOLE.optim, accumulation_steps=2)
+        parts = dataclasses.replace(WHOLE, optim=optim)
+        metrics = metrics_function()(params(WHOLE.model), parts, without)
         log_rho = (logprobs_of(without, WHOLE) - without["rollout_logprobs"])[mask]
         self.assertGreater(metrics[policy.GAP], 1e-3)
         self.assertAlmostEqual(metrics[policy.GAP], np.abs(log_rho).mean(), places=5)
@@ -502,6 +504,12 @@ class RouterReplayTest(parameterized.TestCase):
         self.assertBetween(wanted, 0.01, 0.99)
         self.assertAlmostEqual(metrics["rl/masked_fraction"], wanted, delta=1e-2)
         self.assertAlmostEqual(metrics["rl/ratio"], np.exp(log_rho).mean(), places=4)
+        with self.subTest("the experts' load is that of the layer where it is worst"):
+            chosen = experts_of(without)[without["segment_ids"] > 0]
+            layers = chosen.swapaxes(0, 1)
+            counts = [np.bincount(x.ravel(), minlength=8) for x in layers]
+            worst = max(n.max() / n.mean() for n in counts)
+            self.assertAlmostEqual(metrics["moe/max_load"], worst, places=5)
 
 
 if __name__ == "__main__":
