@@ -28,7 +28,8 @@ CONFIG = small_configs.step(
     adam_eps=1e-4,
 )
 # One stack of layers and all losses; step_test.py takes its steps too. One step of
-# multi-token prediction compiles faster than a loop of two: `test_all` has two.
+# multi-token prediction and AdamW compile faster than a loop of two and Muon, which
+# `test_all` has; optim/muon_mesh_test.py has Muon on meshes.
 SMALL = small_configs.of_stage(
     dataclasses.replace(
         CONFIG,
@@ -38,6 +39,7 @@ SMALL = small_configs.of_stage(
             first_k_dense_replace=0,
             mtp_num_steps=1,
         ),
+        optim=dataclasses.replace(CONFIG.optim, name="adamw"),
     ),
     "dsa_sparse",
 )

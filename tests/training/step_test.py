@@ -26,23 +26,21 @@ from tests.training import mesh_test
 
 SUM_RTOL = 1e-5  # float32 sums in another order
 # Pre-training runs the same step: tests/training/loop_test.py.
-# All losses, with AdamW, which compiles faster than Muon: mesh_test.py has that.
-ONE_AHEAD = dataclasses.replace(
-    mesh_test.SMALL, optim=dataclasses.replace(mesh_test.SMALL.optim, name="adamw")
-)
+# All losses, with AdamW: the program of mesh_test.py.
+CONFIG = mesh_test.SMALL
 # With a loop of multi-token prediction, which compiles slower than one step.
-CONFIG = dataclasses.replace(
-    ONE_AHEAD, model=dataclasses.replace(ONE_AHEAD.model, mtp_num_steps=2)
+TWO_AHEAD = dataclasses.replace(
+    CONFIG, model=dataclasses.replace(CONFIG.model, mtp_num_steps=2)
 )
-WARMUP = small_configs.of_stage(ONE_AHEAD, "dsa_warmup")
+WARMUP = small_configs.of_stage(CONFIG, "dsa_warmup")
 
 
 @functools.cache
 def whole_gradient():
     """Parameters; loss and gradient of the whole batch at once."""
-    params = tiny.params(ONE_AHEAD.model)
+    params = tiny.params(CONFIG.model)
     value_and_grad = jax.jit(loss_lib.value_and_grad, static_argnums=1)
-    return params, value_and_grad(params, ONE_AHEAD, make_batch())
+    return params, value_and_grad(params, CONFIG, make_batch())
 
 
 def make_batch():
@@ -87,13 +85,14 @@ class StepTest(parameterized.TestCase):
         self.assertEqual(int(state.num_updates), 10)
 
     def test_mtp_counts_as_one_layer_by_the_mean_over_its_steps(self):
-        step, params, state = mesh_test.make_step(CONFIG)
-        model, batch = CONFIG.model, make_batch()
-        _, _, metrics = step(params, state, batch)
+        model, batch = TWO_AHEAD.model, make_batch()
+        params = tiny.params(model)
 
         @jax.jit
         def terms(params, batch):
-            """Divergences and balances of the layer, and of every step of MTP."""
+            """What is logged; what the layer and every step of MTP have of it."""
+            inputs = loss_lib._make_inputs(TWO_AHEAD, batch)
+            _, (metrics, _) = loss_lib._local_loss(TWO_AHEAD, 0.0, 1, params, inputs)
             ids = (batch["segment_ids"], batch["positions"])
             context = context_lib.make_context(model, *ids)
             out = transformer.forward(
@@ -110,9 +109,10 @@ class StepTest(parameterized.TestCase):
                 jnp.ones(()),
             )
             (main,) = loss_lib._blocks(out.aux)
-            return [(x.indexer_kl, x.routing.balance) for x in (main, aux)]
+            found = [(x.indexer_kl, x.routing.balance) for x in (main, aux)]
+            return metrics, *found
 
-        (kl, balance), (mtp_kl, mtp_balance) = terms(params, batch)
+        metrics, (kl, balance), (mtp_kl, mtp_balance) = terms(params, batch)
         self.assertLen(mtp_kl, model.mtp_num_steps)
         want = kl[0] + jnp.mean(mtp_kl)
         self.assertAlmostEqual(metrics["train/indexer_kl"], want, places=5)
@@ -151,8 +151,8 @@ class StepTest(parameterized.TestCase):
 
         However many parts: what devices of `data` send each other is one gradient.
         """
-        optim = dataclasses.replace(ONE_AHEAD.optim, accumulation_steps=num_parts)
-        parted = dataclasses.replace(ONE_AHEAD, optim=optim)
+        optim = dataclasses.replace(CONFIG.optim, accumulation_steps=num_parts)
+        parted = dataclasses.replace(CONFIG, optim=optim)
         mesh_config = config_lib.MeshConfig(data=data, fsdp=fsdp)
         mesh = mesh_lib.make_mesh(mesh_config, jax.devices()[: data * fsdp])
         params, want = whole_gradient()
