@@ -60,8 +60,13 @@ class ServingTest(parameterized.TestCase):
     )
     def test_the_cache_is_written_in_place(self, name, serving):
         config = SERVING
-        if serving.num_drafts:
-            model = dataclasses.replace(config.model, num_nextn_predict_layers=1)
+        if serving.num_drafts:  # MTP's layer is the second that writes
+            model = dataclasses.replace(
+                config.model,
+                num_hidden_layers=1,
+                first_k_dense_replace=0,
+                num_nextn_predict_layers=1,
+            )
             config = dataclasses.replace(config, model=model)
         job = programs.make(config, mesh_lib.make_mesh(MESH), name, serving)
         with jax.set_mesh(job.mesh):
