@@ -34,7 +34,12 @@ BLOCK = re.compile(
 )
 LANGUAGES = {"python", "bash", "json", "text"}
 # Stands for a preset's model: what the page says takes less time with it.
-SMALL = tiny.model(vocab_size=320, num_hidden_layers=1, num_nextn_predict_layers=0)
+SMALL = tiny.model(
+    vocab_size=320,
+    num_hidden_layers=1,
+    num_nextn_predict_layers=0,
+    attention="dense",
+)
 PLACEHOLDER = re.compile(r"\b[A-Z]{3,}\b|\.\.\.|\$")
 SHARED_FLAGS = {"compile_cache", "help", "verbosity"}
 MODEL_ONLY = {
