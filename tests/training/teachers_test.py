@@ -29,7 +29,7 @@ RL = {
     "max_new_tokens": 8,
     "slots": 16,
 }
-NUM_STEPS, FIRST_SAVED = 28, 24
+NUM_STEPS, FIRST_SAVED = 16, 12
 # Distances to the teachers are then large against the noise of few answers.
 FAR = {"initializer_range": 0.3}
 
@@ -50,7 +50,7 @@ class TeachersTest(runs.OneDeviceTest):
             checkpoint_every=FIRST_SAVED,
         )
         optim = dataclasses.replace(
-            plain.optim, learning_rate=0.03, end_learning_rate=0.03
+            plain.optim, learning_rate=0.1, end_learning_rate=0.1
         )
         plain = dataclasses.replace(plain, optim=optim)
         cls.teachers = []
@@ -118,7 +118,7 @@ class TeachersTest(runs.OneDeviceTest):
             self.assertTrue(replay.replay(self.root / "run").is_same)
         lines = metrics.read(self.root / "run" / "metrics.jsonl")
         kls = [line["rl/teacher_kl"] for line in lines]
-        self.assertLess(np.mean(kls[-6:]), 0.8 * np.mean(kls[:6]))
+        self.assertLess(np.mean(kls[-6:]), 0.8 * kls[0])  # it rises before it falls
         used = [line["rollout/used_groups"] for line in lines]
         self.assertEqual(used, [RL["prompts_per_step"]] * NUM_STEPS)
 
