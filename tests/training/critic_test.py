@@ -39,7 +39,7 @@ RL = {
     "objective": "dis",
     "loss_mean": "token",
 }
-CONFIG = rl_runs.make_config(RL, rl_runs.PLAIN)
+CONFIG = rl_runs.make_config(RL, rl_runs.DENSE)
 LOWER, INITIAL = program_lib.Program.lower, program_lib.Program.initial
 SKIPPED = {"max_skipped_in_a_row": 1, "on_not_finite": "roll_back"}
 
@@ -166,10 +166,18 @@ class StepTest(runs.OneDeviceTest):
         after = rl_runs.by_path(jax.device_get(state[critic_lib.NAME]["params"]))
         for path, old in before.items():
             moved = np.abs(after[path] - old).max()
-            is_kept = {"self_attn", "indexer", "e_score_correction_bias"} & {*path}
+            is_kept = {"self_attn", "indexer"} & {*path}
             check = self.assertEqual if is_kept else self.assertGreater
             check(moved, 0, path)
-        self.assertTrue(any("experts" in path for path in after))
+
+    def test_experts_learn_and_what_chooses_does_not(self):
+        labels = critic_lib.make_optimizer(rl_runs.make_config(RL)).labels
+        kept = {"self_attn", "indexer", "e_score_correction_bias"}
+        labels = rl_runs.by_path(labels)
+        for path, label in labels.items():
+            self.assertEqual(label == "frozen", bool(kept & {*path}), path)
+        for name in ("experts", *kept):
+            self.assertTrue(any(name in path for path in labels), name)
 
     def test_rows_of_padding_move_nothing(self):
         batch = {k: np.zeros_like(v) for k, v in make_batch().items()}
