@@ -35,7 +35,7 @@ CONFIGS["all_experts"] = dataclasses.replace(
 )
 # One step of multi-token prediction: a gradient compiles faster than that of a loop.
 CONFIGS["one_ahead"] = dataclasses.replace(CONFIGS["one_layer"], mtp_num_steps=1)
-CONFIGS["variants"] = tiny.variants()
+CONFIGS["variants"] = tiny.variants(mtp_num_steps=1)  # "full" has two
 NAMES = (("full", "full"), ("variants", "variants"))
 # One computation in another order, in float32; states and logits are of size one.
 ATOL = 2e-5
