@@ -26,7 +26,7 @@ from glm5_jax.training.feeds import corpus
 from glm5_jax.training.reporting import metrics, plot
 from tests import environment, forked, runs, small_configs
 
-KILLS = int(os.environ.get("GLM5_JAX_KILLS", "4"))
+KILLS = int(os.environ.get("GLM5_JAX_KILLS", "6"))
 STEPS_A_LIFE = 3  # at most, and some of them lost
 SECONDS = 600  # for a life, on a machine under load
 
