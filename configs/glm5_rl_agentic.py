@@ -1,7 +1,7 @@
 """Agentic RL of GLM-5 with the paper's numbers (arXiv 2602.15763, 3.3 and 4.1).
 
 python -m glm5_jax.train --config=configs/glm5_rl_agentic.py \
-    --config.init_from=/shared/rl --config.rl.environment=swe:/shared/tasks \
+    --config.init_from=/shared/rl --config.rl.environment=swe:/shared/tasks+terminal \
     --config.rl.servers=http://HOST:8000 --config.rl.weights_store=/shared/weights
 
 Hardware: 1024 v5p chips, of which 256 train (docs/planning.md, first row); never
