@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from absl import logging
 
@@ -35,6 +35,7 @@ from glm5_jax.inference.requests import Completion, Request
 MAX_FAILURES = 2  # of dispatches with a request, without a new token between them
 _NUM_IDS = 2**31  # of Request
 Pause = Literal["keep", "wait", "abort"]
+_Command = tuple[Callable, futures.Future]
 
 T = TypeVar("T")
 
@@ -60,9 +61,7 @@ class Service:
         self._engine = engine
         self._lock = threading.Condition()
         # Under the lock:
-        self._commands: collections.deque[tuple[Callable, futures.Future]] = (
-            collections.deque()
-        )
+        self._commands: collections.deque[_Command] = collections.deque()
         self._ids: set[int] = set()  # of requests that have not ended
         self._num_open = 0  # requests whose End has not been delivered
         self._last_id = -1
@@ -200,8 +199,9 @@ class Service:
             while self._obey():
                 if self._is_busy():
                     self._step()
-                self._settle_pause()
                 self._stats = self._snapshot()
+                if not self._is_busy():
+                    self._settle_pauses()
             reason, message = "abort", ""
         except BaseException:  # clients must not wait for ever
             logging.exception(message)
@@ -225,13 +225,17 @@ class Service:
         return self._takes_commands
 
     def _run_commands(self) -> None:
-        """Runs the queued commands in their order."""
+        """Runs the queued commands in their order; `stats` knows before who asked."""
+        outcomes: list[tuple[Callable, Any]] = []
         while self._commands:
             function, future = self._commands.popleft()
             try:
-                future.set_result(function())
+                outcomes.append((future.set_result, function()))
             except Exception as error:
-                future.set_exception(error)
+                outcomes.append((future.set_exception, error))
+        self._stats = self._snapshot()
+        for tell, outcome in outcomes:
+            tell(outcome)
 
     def _is_busy(self) -> bool:
         """Returns whether there is a dispatch to run."""
@@ -271,19 +275,16 @@ class Service:
             for id in [*self._streams]:
                 self._abort(id)
 
-    def _settle_pause(self) -> None:
-        """Tells those who asked for a pause once no dispatch will follow."""
-        if not self._is_busy():
-            for paused in self._pauses:
-                paused.set_result(None)
-            self._pauses = []
+    def _settle_pauses(self) -> None:
+        """Tells those who asked for a pause; no dispatch follows, or it is over."""
+        for paused in self._pauses:
+            paused.set_result(None)
+        self._pauses = []
 
     def _end_pause(self) -> None:
         """Hands all requests that were held back to the engine."""
         self._pause = None
-        for paused in self._pauses:
-            paused.set_result(None)
-        self._pauses = []
+        self._settle_pauses()
         for stream in [*self._streams.values()]:
             if stream.completion is None:
                 self._begin(stream)
@@ -371,9 +372,7 @@ class Service:
     def _snapshot(self) -> Stats:
         """Returns the present state."""
         engine = self._engine
-        held = 0
-        if self._pause is not None:
-            held = sum(stream.completion is None for stream in self._streams.values())
+        held = sum(stream.completion is None for stream in self._streams.values())
         return Stats(
             version=engine.version,
             running=engine.num_pending - engine.num_waiting,

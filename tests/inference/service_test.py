@@ -371,6 +371,25 @@ class CommandTest(ServiceCase):
         self.service._last_id = 2**31 - 3
         self.assertEqual([self.service.new_id() for _ in range(2)], [2**31 - 2, 0])
 
+    def test_who_is_answered_finds_it_in_the_figures(self):
+        """Also while the dispatch that follows takes long."""
+        begun, may_end = threading.Event(), threading.Semaphore(0)
+        self.addCleanup(may_end.release, 100)  # before the service is closed
+        step = self.service._engine.step
+
+        def slow():
+            begun.set()
+            may_end.acquire(timeout=SECONDS)
+            return step()
+
+        self.enter_context(mock.patch.object(self.service._engine, "step", slow))
+        self.submit(Request(0, [1, 2, 3], 50))
+        self.assertTrue(begun.wait(SECONDS))
+        published = self.service.publish(params(), 7)
+        may_end.release()  # the next dispatch waits
+        published.result(SECONDS)
+        self.assertEqual(self.service.stats().version, 7)
+
     def test_nobody_cancels_a_command(self):
         gate = threading.Event()
         self.service.call(lambda _: gate.wait(SECONDS))
