@@ -73,9 +73,15 @@ class Measured:
     rollout_seconds: float  # with steady tools
     rested_seconds: float  # of a step after a pause in which nothing worked
     step_seconds: float  # of one without
+    handed_seconds: float  # beside the engine: weights handed over, groups taken
     max_staleness: int  # of the asynchronous run with steady tools
     engine_idle: float  # share of its time
     contention: simulator.Contention
+
+    @property
+    def trainer_seconds(self) -> float:
+        """Returns those of an asynchronous step, alone on the machine."""
+        return self.step_seconds + self.handed_seconds / self.contention.step
 
 
 def measure(workdir: pathlib.Path, args: argparse.Namespace) -> Measured:
@@ -95,6 +101,7 @@ def measure(workdir: pathlib.Path, args: argparse.Namespace) -> Measured:
         rollout_seconds=statistics.median(rollouts),
         rested_seconds=statistics.median(rested),
         step_seconds=speeds["step_seconds"],
+        handed_seconds=statistics.mean(map(handed_seconds, beside)),
         max_staleness=args.max_staleness,
         engine_idle=_sum(beside, ENGINE_IDLE) / _sum(beside, "perf/step_seconds"),
         contention=simulator.Contention(step=speeds["step"], draw=speeds["draw"]),
@@ -114,7 +121,7 @@ def predict(
     """
     train_seconds, pace = measured.rested_seconds, _pace(measured)
     if max_staleness:
-        train_seconds, pace = measured.step_seconds, _pace_beside(measured, pace)
+        train_seconds, pace = measured.trainer_seconds, _pace_beside(measured, pace)
     most = num_steps - SKIPPED
     return _run(measured, pace, train_seconds, max_staleness, most, False)
 
@@ -152,7 +159,7 @@ def _pace_beside(measured: Measured, pace: float) -> float:
         found = _run(
             measured,
             middle,
-            measured.step_seconds,
+            measured.trainer_seconds,
             measured.max_staleness,
             CALIBRATION - SKIPPED,
             True,
@@ -203,6 +210,11 @@ def _run(
         num_skipped=SKIPPED,
     )
     return simulator.predict(episode, speeds, settings)
+
+
+def handed_seconds(record: dict) -> float:
+    """Returns those of a step that are neither its update nor waiting for groups."""
+    return record["perf/rollout_seconds"] - record["actors/trainer_waited_seconds"]
 
 
 def _sum(records: list[dict], name: str) -> float:
@@ -260,10 +272,7 @@ def main() -> None:
         )
     totals = [_sum(found, "perf/step_seconds") for _, found in rows.values()]
     print(f"\n{totals[0] / totals[1]:.2f} times as fast, on {os.cpu_count()} cores")
-    pushes = [
-        r["perf/rollout_seconds"] - r["actors/trainer_waited_seconds"]
-        for r in rows["async_rl"][1]
-    ]
+    pushes = [*map(handed_seconds, rows["async_rl"][1])]
     print(f"{sum(pushes):.1f} s until engines had weights, {max(pushes):.1f} s at most")
 
 

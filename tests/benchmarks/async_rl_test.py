@@ -24,6 +24,7 @@ MEASURED = async_rl.Measured(
     rollout_seconds=1.0,
     rested_seconds=0.2,
     step_seconds=0.1,
+    handed_seconds=0.0,
     max_staleness=4,
     engine_idle=0.5,
     contention=simulator.Contention(step=2.0, draw=1.5),
@@ -51,6 +52,12 @@ class PredictTest(absltest.TestCase):
     def test_an_engine_is_never_faster_beside_a_trainer(self):
         of = dataclasses.replace(MEASURED, engine_idle=1.0)
         self.assertEqual(async_rl._pace_beside(of, PACE), PACE)
+
+    def test_what_is_handed_over_counts_as_the_trainers(self):
+        of = dataclasses.replace(MEASURED, handed_seconds=0.3)
+        self.assertAlmostEqual(of.trainer_seconds, 0.1 + 0.3 / 2.0)
+        plain, slower = (async_rl.predict(x, 4, 30) for x in (MEASURED, of))
+        self.assertLess(slower.train_idle, plain.train_idle)
 
     def test_other_waits_are_predicted_for_another_seed(self):
         _, step = simulated(PACE, 0, MEASURED.rested_seconds)
