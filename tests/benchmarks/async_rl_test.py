@@ -54,9 +54,12 @@ class PredictTest(absltest.TestCase):
         self.assertEqual(async_rl._pace_beside(of, PACE), PACE)
 
     def test_what_is_handed_over_counts_as_the_trainers(self):
-        of = dataclasses.replace(MEASURED, handed_seconds=0.3)
-        self.assertAlmostEqual(of.trainer_seconds, 0.1 + 0.3 / 2.0)
-        plain, slower = (async_rl.predict(x, 4, 30) for x in (MEASURED, of))
+        _, step = simulated(PACE, 0, MEASURED.rested_seconds)
+        rollout = step - MEASURED.rested_seconds
+        plain = dataclasses.replace(MEASURED, rollout_seconds=rollout)
+        handed = dataclasses.replace(plain, handed_seconds=0.3)
+        self.assertAlmostEqual(handed.trainer_seconds, 0.1 + 0.3 / 2.0)
+        plain, slower = (async_rl.predict(x, 4, 30) for x in (plain, handed))
         self.assertLess(slower.train_idle, plain.train_idle)
 
     def test_other_waits_are_predicted_for_another_seed(self):
