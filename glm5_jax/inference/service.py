@@ -2,7 +2,6 @@
 
     service = Service(engine)
     service.submit(Request(service.new_id(), ids, 64), on_event)
-    ...
     service.drain(timeout=60)
     service.close()
 
@@ -227,15 +226,17 @@ class Service:
     def _run_commands(self) -> None:
         """Runs the queued commands in their order; `stats` knows before who asked."""
         outcomes: list[tuple[Callable, Any]] = []
-        while self._commands:
-            function, future = self._commands.popleft()
-            try:
-                outcomes.append((future.set_result, function()))
-            except Exception as error:
-                outcomes.append((future.set_exception, error))
-        self._stats = self._snapshot()
-        for tell, outcome in outcomes:
-            tell(outcome)
+        try:
+            while self._commands:
+                function, future = self._commands.popleft()
+                try:
+                    outcomes.append((future.set_result, function()))
+                except Exception as error:
+                    outcomes.append((future.set_exception, error))
+            self._stats = self._snapshot()
+        finally:
+            for tell, outcome in outcomes:
+                tell(outcome)
 
     def _is_busy(self) -> bool:
         """Returns whether there is a dispatch to run."""
@@ -371,8 +372,8 @@ class Service:
 
     def _snapshot(self) -> Stats:
         """Returns the present state."""
-        engine = self._engine
-        held = sum(stream.completion is None for stream in self._streams.values())
+        engine, streams = self._engine, self._streams.values()
+        held = sum(stream.completion is None for stream in streams)
         return Stats(
             version=engine.version,
             running=engine.num_pending - engine.num_waiting,
