@@ -665,6 +665,7 @@ class ConfigTest(FolderCase):
         ("rope_text", {"rope_scaling": "yarn"}, "must be an object"),
         ("rope_number", {"rope_parameters": {"rope_theta": None}}, "rope_theta must"),
         ("clamp", {"swiglu_limit": 10.0}, "swiglu_limit is 10.0"),
+        ("sliding", {"sliding_window": 128}, "sliding_window is 128"),
         ("window", {"layer_types": ["sliding_attention"]}, "layer_types"),
         (
             "first_shared",
