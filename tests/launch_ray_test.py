@@ -21,6 +21,7 @@ import pytest
 from absl.testing import absltest
 
 from glm5_jax.http_server import listening
+from glm5_jax.rl.actors import fleet
 from glm5_jax.training.reporting import metrics
 from tests import environment
 from tests.processes import launch
@@ -81,11 +82,14 @@ class RayTest(absltest.TestCase):
         self.addCleanup(self.job.terminate)
 
     def ask(self, path, **fields):
+        return json.loads(self.read(path, **fields))
+
+    def read(self, path, **fields):
         headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
         body = json.dumps(fields).encode() if fields else None
         request = urllib.request.Request(self.url + path, body, headers)
         with urllib.request.urlopen(request, timeout=SECONDS) as found:
-            return json.load(found)
+            return found.read()
 
     def wait_for(self, number):
         """Waits until this many replicas are in service; returns their addresses."""
@@ -99,6 +103,11 @@ class RayTest(absltest.TestCase):
             self.assertIsNone(self.job.poll())
             time.sleep(0.2)
         raise AssertionError(self.ask("/replicas"))
+
+    def versions(self):
+        """Returns the versions of the weights that the servers tell of."""
+        told = fleet._VERSION.findall(self.read("/metrics").decode())
+        return [int(float(version)) for version in told]
 
     def complete(self, user):
         body = {"prompt": "a", "max_tokens": 4, "user": user}
@@ -204,10 +213,12 @@ class RayLearnTest(RayTest):
         lost = min(before)
         os.kill(_server_at(lost), signal.SIGKILL)
         self.require_end("async", child)
-        # Ready is what has the present weights, by the next push or apart.
         after = self.wait_for(2)
         self.assertNotIn(lost, after)
         self.assertLen(before & after, 1)
+        # By a push or apart, the new one got what the other has through the router,
+        # which alone has the servers' key.
+        self.assertEqual(self.versions(), [NUM_STEPS] * 2)
 
         records = self.records("async")
         steps = [*range(1, NUM_STEPS + 1)]

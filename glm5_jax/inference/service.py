@@ -224,7 +224,7 @@ class Service:
         return self._takes_commands
 
     def _run_commands(self) -> None:
-        """Runs the queued commands in their order; `stats` knows before who asked."""
+        """Runs the queued commands, and tells who asked; `stats` has it by then."""
         outcomes: list[tuple[Callable, Any]] = []
         try:
             while self._commands:

@@ -81,7 +81,7 @@ async def run(
 
 
 def _cpu_seconds(taken: str) -> float:
-    """Returns the sum of a line such as "0m1.250s 0m0.030s"; 0 of one that lacks."""
+    """Returns the sum of a line such as "0m1.250s 0m0.030s"; 0.0 if it has no time."""
     found = re.findall(r"(\d+)m([\d.]+)s", taken)
     return sum((60 * int(minutes) + float(seconds) for minutes, seconds in found), 0.0)
 
