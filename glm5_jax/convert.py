@@ -12,6 +12,7 @@ from absl import flags
 
 from glm5_jax import command_line
 from glm5_jax import config as config_lib
+from glm5_jax.storage import sent
 
 _SOURCE = flags.DEFINE_string(
     "source", None, "Run, step or Hugging Face folder.", required=True
@@ -30,13 +31,14 @@ def main(arguments: command_line.Arguments) -> None:
     """Converts, and prints the target and its format."""
     from glm5_jax.weights import conversion, loading
 
-    written = conversion.convert(
-        _SOURCE.value,
-        _TARGET.value,
-        _FORMAT.value,
-        loading.overrides_of(arguments),
-        _DTYPE.value,
-    )
+    with sent.new_folder(_TARGET.value) as target:
+        written = conversion.convert(
+            _SOURCE.value,
+            target,
+            _FORMAT.value,
+            loading.overrides_of(arguments),
+            _DTYPE.value,
+        )
     print(f"Wrote {_TARGET.value} ({written}).")
 
 

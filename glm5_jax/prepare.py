@@ -9,13 +9,13 @@ a bad line, run it again to resume. docs/data.md has the details.
 """
 
 import json
-import pathlib
 
 from absl import flags, logging
 
 from glm5_jax import command_line
 from glm5_jax import config as config_lib
 from glm5_jax.config import checks, explanations, fields
+from glm5_jax.storage import bucket, kept
 
 _TARGET = flags.DEFINE_string("target", None, "Folder to write.", required=True)
 _WORKERS = flags.DEFINE_integer("workers", 1, "Processes.", lower_bound=1)
@@ -33,17 +33,17 @@ for _name, _hint, _default in fields.of(config_lib.PrepareConfig):
 def main(arguments: command_line.Arguments) -> None:
     """Prepares a corpus and prints its figures."""
     del arguments
-    checks.require_local(_TARGET.value, "--target")
+    if not bucket.is_address(_TARGET.value):
+        checks.require_local(_TARGET.value, "--target")
     given = [(name, flags.FLAGS[name].value) for name in _FIELDS]
     given = [(name, text) for name, text in given if text is not None]
     config = command_line.resolve({}, given, config_lib.PrepareConfig)
     from glm5_jax.data.preparation import prepare
 
     logging.set_verbosity(logging.INFO)
-    summary = prepare.prepare(
-        config, pathlib.Path(_TARGET.value), _WORKERS.value, check=_CHECK.value
-    )
-    print(json.dumps(summary, indent=2))
+    with kept.in_step(_TARGET.value) as target:
+        summary = prepare.prepare(config, target, _WORKERS.value, check=_CHECK.value)
+    print(json.dumps(summary | {"target": _TARGET.value}, indent=2))
 
 
 if __name__ == "__main__":

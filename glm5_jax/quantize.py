@@ -16,6 +16,7 @@ from absl import flags, logging
 
 from glm5_jax import command_line, compile_cache
 from glm5_jax import config as config_lib
+from glm5_jax.storage import sent
 
 _CHECKPOINT = flags.DEFINE_string(
     "checkpoint", None, "Run, step or Hugging Face folder.", required=True
@@ -45,7 +46,8 @@ def main(arguments: command_line.Arguments) -> None:
     options = quantizing.Options(
         scheme=_SCHEME.value, data=_DATA.value, calibration=_CALIBRATION.value
     )
-    report = quantizing.quantize(_CHECKPOINT.value, _TARGET.value, options, overrides)
+    with sent.new_folder(_TARGET.value) as target:
+        report = quantizing.quantize(_CHECKPOINT.value, str(target), options, overrides)
     print(json.dumps(report))
 
 

@@ -46,7 +46,7 @@ LAYERS = (
     {"weights"},
     {"model", "optim", "data", "losses", "checkpoint"},
     {"quantization"},
-    {"collectives", "environments"},
+    {"collectives", "environments", "storage"},
     {"sharding", "processes", "messages", "anthropic_form", "http_server"},
     {
         "command_line",

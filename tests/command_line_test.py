@@ -331,9 +331,9 @@ class CommandLineTest(absltest.TestCase):
 
 class AddressTest(parameterized.TestCase):
     @parameterized.parameters(
-        ("train", "--workdir=gs://bucket/run", "--config=configs/quickstart.py"),
-        ("convert", "--target=gs://bucket/model", "--source=."),
-        ("prepare", "--target=s3://bucket/rows", "--source=."),
+        ("train", "--workdir=az://bucket/run", "--config=configs/quickstart.py"),
+        ("convert", "--target=az://bucket/model", "--source=."),
+        ("prepare", "--target=az://bucket/rows", "--source=."),
     )
     def test_a_path_that_is_no_folder_is_not_written_to(self, name, folder, other):
         done = subprocess.run(

@@ -29,9 +29,12 @@ PROCESSES.set_forkserver_preload(
 )
 
 
-def run(name, *flags):
-    """Returns what `python -m glm5_jax.NAME FLAGS` in the project's folder gave."""
-    return _run(_module, name, *flags)
+def run(name, *flags, environ=()):
+    """Returns what `python -m glm5_jax.NAME FLAGS` in the project's folder gave.
+
+    `environ` is set besides what this process's first fork had.
+    """
+    return _run(_module, name, *flags, environ=environ)
 
 
 def run_script(path, *flags):
@@ -39,10 +42,10 @@ def run_script(path, *flags):
     return _run(_script, path, *flags)
 
 
-def _run(execute, name, *flags):
+def _run(execute, name, *flags, environ=()):
     with tempfile.TemporaryDirectory() as folder:
         streams = [pathlib.Path(folder) / stream for stream in ("stdout", "stderr")]
-        given = execute, name, flags, streams
+        given = execute, name, flags, streams, dict(environ)
         child = PROCESSES.Process(target=_execute, args=given)
         child.start()
         child.join(SECONDS)
@@ -53,7 +56,8 @@ def _run(execute, name, *flags):
     return subprocess.CompletedProcess([name, *flags], child.exitcode, stdout, stderr)
 
 
-def _execute(execute, name, flags, streams):
+def _execute(execute, name, flags, streams, environ):
+    os.environ.update(environ)
     for stream, number in zip(streams, (1, 2), strict=True):
         os.dup2(os.open(stream, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
     os.chdir(ROOT)

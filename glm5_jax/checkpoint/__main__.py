@@ -9,10 +9,13 @@ Exits with 1 if something is damaged. Without --yes, --prune only lists what it 
 delete: steps dropped by the retention rule and set-aside folders. docs/checkpoints.md.
 """
 
+import pathlib
+
 from absl import flags
 
 from glm5_jax import command_line
-from glm5_jax import config as config_lib
+from glm5_jax.config import checks
+from glm5_jax.storage import copies, kept
 
 _CHECKPOINT = flags.DEFINE_string(
     "checkpoint", None, "Run folder, or a step folder.", required=True
@@ -37,53 +40,50 @@ _KEEP_BEST = flags.DEFINE_integer("keep_best", None, "Keeps the N best steps.")
 def main(arguments: command_line.Arguments) -> int:
     """Prints a table of the steps after doing what the flags ask for."""
     _check(arguments)
-    from glm5_jax.checkpoint import inspection, rollback  # import jax: after the flags
+    if _PRUNE.value or _ROLL_BACK.value is not None:
+        with kept.in_step(_CHECKPOINT.value) as run:
+            return _change(run)
+    from glm5_jax.checkpoint import inspection  # imports jax: after the flags
+
+    rows = inspection.overview(copies.local(_CHECKPOINT.value), _VERIFY.value)
+    print(inspection.table(rows))
+    return int(any(row.problem for row in rows))
+
+
+def _change(run: pathlib.Path) -> int:
+    from glm5_jax.checkpoint import inspection, rollback
 
     if _ROLL_BACK.value is not None:
-        made, later = rollback.by_hand(
-            _CHECKPOINT.value, _ROLL_BACK.value, _LEAVE_OUT.value
-        )
+        made, later = rollback.by_hand(run, _ROLL_BACK.value, _LEAVE_OUT.value)
         if later:
             print(f"Set aside: steps {later}; the run's next save deletes them.")
         print(f"The run resumes from step {made.step}, with batch {made.position}.")
         return 0
-    if not _PRUNE.value:
-        folders = inspection.find(_CHECKPOINT.value)
-        rows = inspection.describe(folders, _VERIFY.value)
-        rows += inspection.describe_set_aside(folders[0].parent)
-        print(inspection.table(rows))
-        return int(any(row.problem for row in rows))
-    checkpoints = inspection.checkpoints_of(_CHECKPOINT.value)
-    rule = inspection.rule_of(
-        checkpoints,
-        newest=_KEEP.value,
-        every=_KEEP_EVERY.value,
-        best=_KEEP_BEST.value,
-    )
-    rows = inspection.to_prune(checkpoints, rule)
+    folder = inspection.checkpoints_of(run)
+    keep = {"newest": _KEEP.value, "every": _KEEP_EVERY.value, "best": _KEEP_BEST.value}
+    rows = inspection.to_prune(folder, inspection.rule_of(folder, **keep))
     print(inspection.table(rows))
-    if not _YES.value:
+    if _YES.value:
+        inspection.prune(folder, rows)
+        print(f"Deleted {len(rows)} folders.")
+    else:
         print(f"{len(rows)} folders can be deleted; --yes deletes them.")
-        return 0
-    inspection.prune(checkpoints, rows)
-    print(f"Deleted {len(rows)} folders.")
     return 0
 
 
 def _check(arguments: command_line.Arguments) -> None:
-    if arguments.config or arguments.overrides:
-        raise config_lib.InputError("--config has no effect here; leave it out.")
-    if sum((_PRUNE.value, _VERIFY.value, _ROLL_BACK.value is not None)) > 1:
-        raise config_lib.InputError(
-            "give only one of --verify, --prune and --roll_back at a time."
-        )
-    if _LEAVE_OUT.value is not None and _ROLL_BACK.value is None:
-        raise config_lib.InputError("--leave_out needs --roll_back; add it.")
+    has_config = bool(arguments.overrides or arguments.config)
     keeps = (_KEEP.value, _KEEP_EVERY.value, _KEEP_BEST.value)
-    if not _PRUNE.value and (_YES.value or keeps != (None,) * 3):
-        raise config_lib.InputError(
-            "--yes, --keep, --keep_every and --keep_best need --prune; add it."
-        )
+    needs_rollback = _LEAVE_OUT.value is not None and _ROLL_BACK.value is None
+    needs_prune = (_YES.value or keeps != (None,) * 3) and not _PRUNE.value
+    several = "give only one of --verify, --prune and --roll_back at a time."
+    prune = "--yes, --keep, --keep_every and --keep_best need --prune; add it."
+    checks.require(
+        (not has_config, "--config has no effect here; leave it out."),
+        (sum((_PRUNE.value, _VERIFY.value, _ROLL_BACK.value is not None)) < 2, several),
+        (not needs_rollback, "--leave_out needs --roll_back; add it."),
+        (not needs_prune, prune),
+    )
 
 
 if __name__ == "__main__":

@@ -41,6 +41,12 @@ def find(path: epath.PathLike) -> list[epath.Path]:
     return [step_folder.find(folder)]
 
 
+def overview(path: epath.PathLike, is_verified: bool = False) -> list[Row]:
+    """Returns the rows of a run's steps, or of one, and of what was set aside there."""
+    folders = find(path)
+    return describe(folders, is_verified) + describe_set_aside(folders[0].parent)
+
+
 def describe(folders: Sequence[epath.Path], is_verified: bool = False) -> list[Row]:
     """Returns a row for each step; reads files only to verify them."""
     return _rows(folders, functools.partial(_describe, is_verified=is_verified))

@@ -39,8 +39,8 @@ def require_local(path: str, name: str = "") -> None:
         raise InputError(f"{name or 'the path'} is empty; give a folder.")
     if re.match(r"\w{2,}:/", path):  # pathlib makes gs:/ of gs://
         raise InputError(
-            f"{given} is no path of a file system. Mount the bucket (docs/storage.md "
-            f"has the command) and give the folder where it is mounted."
+            f"{given} is no path of a file system. gs:// and s3:// are read by other "
+            f"flags; here, mount the bucket and give the folder (docs/storage.md)."
         )
 
 

@@ -16,6 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from glm5_jax import config, files
 from glm5_jax.data import lossless
+from glm5_jax.storage import copies
 
 END_OF_TEXT = "<|endoftext|>"
 # GLM-5's, in the order of its ids 154820 to 154855.
@@ -161,7 +162,7 @@ def load(path: str | pathlib.Path) -> Tokenizer:
     Raises:
         config.InputError: the file is missing, or its tokenizer is not supported.
     """
-    path = pathlib.Path(path).expanduser()
+    path = copies.local(path)
     file = path / "tokenizer.json" if path.is_dir() else path
     try:
         if file.exists() and not file.is_file():  # such as the endless /dev/zero

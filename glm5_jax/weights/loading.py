@@ -22,6 +22,7 @@ from glm5_jax.config import checks
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.model import transformer
 from glm5_jax.processes import group
+from glm5_jax.storage import copies
 from glm5_jax.weights import (
     hub,
     huggingface,
@@ -224,7 +225,7 @@ def find(path: Path) -> Source:
     Raises:
       InputError: there is no folder, or it holds no model.
     """
-    path = hub.folder(str(path)) if hub.is_name(path) else path
+    path = hub.folder(str(path)) if hub.is_name(path) else copies.local(path)
     path = pathlib.Path(step_folder.absolute(path))
     if not path.is_dir():
         raise config_lib.InputError(f"There is no folder {path}.")

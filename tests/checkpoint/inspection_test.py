@@ -139,7 +139,7 @@ class CommandTest(faults_test.FaultsTestCase):
 
     @parameterized.named_parameters(
         ("nowhere", {"checkpoint": "/nowhere"}, "no checkpoint in /nowhere"),
-        ("object_store", {"checkpoint": "gs://bucket/run"}, "no path of a file system"),
+        ("object_store", {"checkpoint": "az://bucket/run"}, "no path of a file system"),
         (
             "prune_nowhere",
             {"checkpoint": "/nowhere", "prune": True},

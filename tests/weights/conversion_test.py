@@ -303,8 +303,8 @@ class FolderTest(ConversionCase):
         with self.assertRaisesRegex(config_lib.InputError, "choose another target"):
             conversion.convert(GOLDEN, "/proc/model")  # nor may root
 
-    @parameterized.parameters("gs://bucket/model", pathlib.Path("s3://bucket/model"))
-    def test_object_stores_are_refused_and_not_taken_for_folders(self, url):
+    @parameterized.parameters("az://bucket/model", pathlib.Path("az://bucket/model"))
+    def test_other_object_stores_are_refused_and_not_taken_for_folders(self, url):
         message = "no path of a file system"
         with self.assertRaisesRegex(config_lib.InputError, message):
             conversion.convert(GOLDEN, url)

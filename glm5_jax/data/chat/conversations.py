@@ -16,6 +16,7 @@ from glm5_jax.config import user_classes
 from glm5_jax.data.chat import records, templates
 from glm5_jax.data.sources import formats
 from glm5_jax.environments import demonstrations, mixture
+from glm5_jax.storage import copies
 
 _MAX_DEMONSTRATIONS = 4096  # of one task
 _MAX_PLAYED = 1024  # of them, where a world must say what its tools answer
@@ -80,7 +81,7 @@ def files_of(source: str) -> list[pathlib.Path]:
     Raises:
         config.InputError: there are none.
     """
-    root = pathlib.Path(source).expanduser()
+    root = copies.local(source)
     paths = sorted(formats.files(root)) if root.is_dir() else [root]
     paths = [p for p in paths if formats.suffix_of(p) == formats.JSONL and p.is_file()]
     if not paths:

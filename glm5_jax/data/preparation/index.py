@@ -8,6 +8,7 @@ from typing import Any
 
 from glm5_jax import config, files
 from glm5_jax.data.preparation import shards
+from glm5_jax.storage import copies
 
 NAME = "index.json"
 PLAN = "plan.json"  # of a preparation, finished or not
@@ -57,7 +58,7 @@ class Index:
 
 def is_prepared(source: str) -> bool:
     """Tells whether `prepare` made the folder `source`, finished or not."""
-    folder = pathlib.Path(source).expanduser()
+    folder = copies.local(source)
     return any((folder / name).is_file() for name in (NAME, PLAN))
 
 

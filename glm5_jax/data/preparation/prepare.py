@@ -8,6 +8,7 @@ written last.
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
 import os
@@ -25,6 +26,7 @@ from glm5_jax.data.preparation import index as index_lib
 from glm5_jax.data.preparation import inputs, shards, workers
 from glm5_jax.data.preparation import part as part_lib
 from glm5_jax.data.preparation import plan as plan_lib
+from glm5_jax.storage import bucket, copies
 
 _PARTS_FOR_BPE = 16  # a BPE trains on so many, evenly spread
 _LOCK = ".lock"
@@ -55,6 +57,9 @@ def prepare(
     """
     began = time.perf_counter()
     target = target.expanduser()
+    if bucket.is_address(config.source):
+        source = str(copies.local(config.source))
+        config = dataclasses.replace(config, source=source)
     files = inputs.files_of(config)
     _require_apart(config, target)
     inputs.check_tokenizer(config)

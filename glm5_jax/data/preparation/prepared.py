@@ -17,6 +17,7 @@ from glm5_jax.data.preparation import shards
 from glm5_jax.data.rows import mixture, packing
 from glm5_jax.data.rows import pipeline as pipeline_lib
 from glm5_jax.data.rows import schedule as schedule_lib
+from glm5_jax.storage import copies
 
 _HELD_OUT_SEED = 0  # evaluation reads the same rows in every run
 _ORDER_VERSION = 1  # raise it when mixing or shuffling changes
@@ -81,7 +82,7 @@ def make_pipeline(
 
 def sources(data: config.DataConfig) -> dict[str, pathlib.Path]:
     """Returns folders by name: the shortest ends of their paths that differ."""
-    folders = [pathlib.Path(p).expanduser() for p in data.mixture or (data.source,)]
+    folders = [copies.local(p) for p in data.mixture or (data.source,)]
     parts = [folder.absolute().parts for folder in folders]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(p[-length:]).replace(" ", "_") for p in parts]

@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 
 from glm5_jax import config
 from glm5_jax.data.sources import formats
+from glm5_jax.storage import copies
 
 _SKIPPED_FOLDERS = {
     *("site-packages", "dist-packages"),
@@ -73,7 +74,7 @@ def folder_of(source: str) -> pathlib.Path:
     Raises:
         config.InputError: it does not exist.
     """
-    root = pathlib.Path(source).expanduser()
+    root = copies.local(source)
     if not root.is_dir():
         what = "is a file" if root.exists() else "does not exist"
         raise config.InputError(
@@ -167,7 +168,7 @@ def _python() -> Iterator[Document]:
 
 
 def _folder(source: str) -> Iterator[Document]:
-    path = pathlib.Path(source).expanduser()
+    path = copies.local(source)
     if path.is_file() and formats.is_document(path):
         root, paths = path.parent, [path]
     else:

@@ -4,6 +4,7 @@ import pathlib
 
 from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import manager
+from glm5_jax.storage import bucket, copies
 from glm5_jax.training import reference, teachers
 from glm5_jax.training.feeds import corpus
 from glm5_jax.training.feeds import feed as feed_lib
@@ -60,7 +61,9 @@ def check(config: config_lib.TrainConfig, workdir: str | None = None) -> str:
     except config_lib.InputError as error:
         errors.append(str(error))
     try:
-        if workdir is not None:
+        if workdir is not None and bucket.is_address(workdir):
+            found.append(f"workdir: {_bucket_state(workdir)}")
+        elif workdir is not None:
             folder = pathlib.Path(workdir).expanduser()
             found.append(f"workdir: {_workdir_state(config, folder, feed)}")
     except config_lib.InputError as error:
@@ -82,6 +85,15 @@ def _feed_lines(config: config_lib.TrainConfig, feed: feed_lib.Feed) -> list[str
     else:
         lines.append(f"environment: {config.rl.environment}")
     return lines
+
+
+def _bucket_state(address: str) -> str:
+    """Says what a bucket holds, without copying it."""
+    steps = copies.sealed(bucket.Bucket(address).objects())
+    if not steps:
+        return f"{address} holds no checkpoint"
+    newest = max(number for _, number in steps)
+    return f"{address} holds step {newest}; the start compares the configs"
 
 
 def _workdir_state(

@@ -1,0 +1,114 @@
+"""A run whose folder is in a bucket: machines die, bits flip, runs are rolled back."""
+
+import os
+import shutil
+import time
+from unittest import mock
+
+from glm5_jax.checkpoint import rollback
+from glm5_jax.storage import kept
+from glm5_jax.training.reporting import metrics
+from tests import environment, forked
+from tests.storage import emulators
+from tests.training import kill_test
+
+
+def live(config, address, compiled, environ):
+    """Starts or resumes the run, in a child, on the machine of `environ`."""
+    os.environ.update(environ)
+    emulators.configure(environ)
+    with (
+        mock.patch.object(kept, "SECONDS", 0.1),
+        kept.in_step(address) as workdir,
+    ):
+        kill_test.live(config, workdir, compiled)
+
+
+class LivesTest:
+    """What holds of both stores."""
+
+    num_steps = 8
+    scheme = ""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        environ = emulators.serving(cls.scheme, cls.root / "home")
+        cls.environ = cls.enterClassContext(environ)
+        cls.address = f"{cls.scheme}://bucket/run"
+
+    def start(self, workdir):
+        if not isinstance(workdir, str):
+            return super().start(workdir)
+        child = forked.PROCESSES.Process(
+            target=live, args=(self.config, workdir, self.compiled, self.environ)
+        )
+        child.start()
+        self.addCleanup(child.kill)
+        return child
+
+    def sealed(self):
+        """The steps that count in the bucket."""
+        names = emulators.objects(self.scheme, "run/checkpoints")
+        return sorted(
+            int(n.split("/")[0]) for n in names if n.endswith("manifest.json")
+        )
+
+    def steps_of(self, workdir):
+        return [r["step"] for r in metrics.read(workdir / "metrics.jsonl")]
+
+    def lose_the_machine(self):
+        shutil.rmtree(self.root / "home")
+
+    def flip_a_bit(self, step):
+        names = emulators.objects(self.scheme, f"run/checkpoints/{step}")
+        (name,) = [n for n in names if n.startswith("params/d/")]
+        path = f"bucket/run/checkpoints/{step}/{name}"
+        system = emulators.system(self.scheme)
+        body = bytearray(system.cat_file(path))
+        body[len(body) // 2] ^= 1
+        system.pipe_file(path, bytes(body))
+
+    def test_a_machine_dies_a_bit_flips_and_the_run_is_rolled_back(self):
+        self.finish(self.root / "local")
+        child = self.start(self.address)
+        deadline = time.monotonic() + kill_test.SECONDS
+        while len(self.sealed()) < 2:
+            self.assertTrue(child.is_alive())
+            self.assertLess(time.monotonic(), deadline)
+            time.sleep(0.02)
+        child.kill()
+        child.join()
+        self.lose_the_machine()
+        newest = self.sealed()[-1]
+        self.flip_a_bit(newest)
+        self.finish(self.address)
+        with kept.in_step(self.address) as workdir:
+            self.assert_same_end(self.root / "local", workdir)
+            there = os.listdir(workdir / "checkpoints")
+            self.assertIn(f"{newest}.damaged", there)
+            steps = self.steps_of(workdir)
+            before, last = sorted(int(n) for n in there if n.isdecimal())[-2:]
+        self.assertEqual(self.sealed()[-1], last)
+        # Rolled back here, gone on with elsewhere.
+        with kept.in_step(self.address) as workdir:
+            rollback.by_hand(workdir, before, 0)
+        self.assertEqual(self.sealed()[-1], before)
+        self.lose_the_machine()
+        self.finish(self.address)
+        self.assertEqual(self.sealed()[-1], last)
+        with kept.in_step(self.address) as workdir:
+            self.assert_same_end(self.root / "local", workdir)
+            self.assertEqual(self.steps_of(workdir), steps)
+
+
+class CloudStorageTest(LivesTest, kill_test.LivesTest):
+    scheme = "gs"
+
+
+class S3Test(LivesTest, kill_test.LivesTest):
+    scheme = "s3"
+
+
+if __name__ == "__main__":
+    environment.main()
