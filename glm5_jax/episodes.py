@@ -24,6 +24,7 @@ from absl import flags, logging
 
 from glm5_jax import command_line, compile_cache
 from glm5_jax import config as config_lib
+from glm5_jax.storage import copies
 
 _RUN = flags.DEFINE_string("run", None, "Folder of the run.", required=True)
 _STEPS = flags.DEFINE_string("steps", "", "Steps to read, as 7 or 10-20; default all.")
@@ -41,7 +42,7 @@ flags.adopt_module_key_flags(compile_cache)
 def main(arguments: command_line.Arguments) -> int:
     """Does what the flags ask for."""
     _check()
-    workdir = pathlib.Path(_RUN.value).expanduser()
+    workdir = copies.local(_RUN.value)
     if _WATCH.value:
         from glm5_jax.training.reporting import watch
 
@@ -63,9 +64,8 @@ def main(arguments: command_line.Arguments) -> int:
         return int(found.is_same is False)
     steps = episode_files.read_whole(workdir, numbers, folder)
     if _RESCORE.value:
-        lines, counts = episode_reports.rescored(
-            config, workdir, steps, _ENVIRONMENT.value
-        )
+        other = _ENVIRONMENT.value
+        lines, counts = episode_reports.rescored(config, workdir, steps, other)
         print("\n".join([*lines, json.dumps(counts)]))
         return int(counts["same"] < counts["episodes"])
     if _HTML.value:

@@ -15,7 +15,7 @@ from absl import flags
 
 from glm5_jax import command_line
 from glm5_jax.config import checks
-from glm5_jax.storage import copies, kept
+from glm5_jax.storage import bucket, copies, kept
 
 _CHECKPOINT = flags.DEFINE_string(
     "checkpoint", None, "Run folder, or a step folder.", required=True
@@ -26,10 +26,7 @@ _ROLL_BACK = flags.DEFINE_integer(
     "roll_back", None, "Makes a stopped run resume from this step."
 )
 _LEAVE_OUT = flags.DEFINE_integer(
-    "leave_out",
-    None,
-    "Batches to skip after that step; default: all up to the newest step.",
-    0,
+    "leave_out", None, "Batches to skip after it; default: up to the newest step.", 0
 )
 _YES = flags.DEFINE_bool("yes", False, "With --prune: deletes.")
 _KEEP = flags.DEFINE_integer("keep", None, "Keeps the N newest steps.")
@@ -73,16 +70,18 @@ def _change(run: pathlib.Path) -> int:
 
 def _check(arguments: command_line.Arguments) -> None:
     has_config = bool(arguments.overrides or arguments.config)
+    is_there = _PRUNE.value and bucket.is_address(_CHECKPOINT.value)
     keeps = (_KEEP.value, _KEEP_EVERY.value, _KEEP_BEST.value)
     needs_rollback = _LEAVE_OUT.value is not None and _ROLL_BACK.value is None
     needs_prune = (_YES.value or keeps != (None,) * 3) and not _PRUNE.value
-    several = "give only one of --verify, --prune and --roll_back at a time."
+    one = "give only one of --verify, --prune and --roll_back at a time."
     prune = "--yes, --keep, --keep_every and --keep_best need --prune; add it."
     checks.require(
         (not has_config, "--config has no effect here; leave it out."),
-        (sum((_PRUNE.value, _VERIFY.value, _ROLL_BACK.value is not None)) < 2, several),
+        (sum((_PRUNE.value, _VERIFY.value, _ROLL_BACK.value is not None)) < 2, one),
         (not needs_rollback, "--leave_out needs --roll_back; add it."),
         (not needs_prune, prune),
+        (not is_there or _YES.value, "--prune in a bucket needs --yes; add it."),
     )
 
 

@@ -33,6 +33,7 @@ from jax.sharding import Mesh
 from glm5_jax import config as config_lib
 from glm5_jax import files
 from glm5_jax.checkpoint import arrays, replicas, shard_file
+from glm5_jax.config import checks
 from glm5_jax.processes import together
 
 PyTree = Any
@@ -56,6 +57,7 @@ class HostCopies:
         Raises:
           InputError: the folder is not writable, or a variable in it is not set.
         """
+        checks.require_local(folder, "host_copy_folder")
         self._workdir = workdir
         self._root = pathlib.Path(os.path.expandvars(folder)).expanduser()
         if "$" in str(self._root):

@@ -34,14 +34,19 @@ def require_local(path: str, name: str = "") -> None:
       InputError: it is the address of an object store, e.g. gs://bucket/folder, or
         empty.
     """
-    given = f"{name}={path}" if name else path
     if not path:
         raise InputError(f"{name or 'the path'} is empty; give a folder.")
-    if re.match(r"\w{2,}:/", path):  # pathlib makes gs:/ of gs://
-        raise InputError(
-            f"{given} is no path of a file system. gs:// and s3:// are read by other "
-            f"flags; here, mount the bucket and give the folder (docs/storage.md)."
-        )
+    require(local_rule(path, name))
+
+
+def local_rule(path: str, name: str = "") -> tuple[bool, str]:
+    """Returns a rule: the path is no address of an object store."""
+    given = f"{name}={path}" if name else path
+    return (
+        not re.match(r"\w{2,}:/", path),  # pathlib makes gs:/ of gs://
+        f"{given} is no path of a file system. docs/storage.md says what takes "
+        f"addresses of buckets; for the rest, mount one and give the folder.",
+    )
 
 
 _hints = functools.cache(typing.get_type_hints)

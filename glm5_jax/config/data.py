@@ -50,6 +50,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         """Checks every field."""
         checks.require(
+            checks.local_rule(self.cache_dir, "cache_dir"),
             *checks.choices(self),
             *checks.positive(
                 self,

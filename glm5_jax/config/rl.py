@@ -221,6 +221,7 @@ class RLConfig:
         """Returns the checks of the settings that say who samples."""
         servers, store = self.servers, self.weights_store
         return (
+            checks.local_rule(store or "", "weights_store"),
             (
                 bool(servers) == bool(store),
                 f"servers and weights_store must be set together, got {servers!r} "

@@ -15,6 +15,7 @@ from glm5_jax import config as config_lib
 
 _ADDRESS = re.compile(r"(gs|s3):/+([^/].*?)/*")  # pathlib makes gs:/ of gs://
 _MAX_ERROR = 300
+_TRIES = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +51,10 @@ class Bucket:
         if match is None:
             raise config_lib.InputError(f"{address} is no gs:// or s3:// address.")
         self.address = "{}://{}".format(*match.groups())
-        # Of what it writes; botocore sends checksums by itself.
-        self._checks = {"consistency": "md5"} if match[1] == "gs" else {}
+        # Of what it writes: botocore sends checksums by itself, but ten parts at once.
+        self._options = (
+            {"consistency": "md5"} if match[1] == "gs" else {"max_concurrency": 2}
+        )
         # gcsfs would ask by gRPC whether the bucket is zonal, which takes a minute
         # where gRPC is not answered.
         os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
@@ -97,19 +100,29 @@ class Bucket:
         """Writes an object to a file, which appears complete.
 
         Raises:
-          InputError: the bucket refuses.
+          InputError: the bucket refuses, or the object ended early.
           FileNotFoundError: there is no such object.
-          OSError: the object ended early, or the disk is full.
+          OSError: the disk is full.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, partial = tempfile.mkstemp("", ".download-", path.parent)
         os.close(handle)
         try:
-            with self._named_errors("read"):
-                size = self._system.info(self._path(name))["size"]
-                self._system.get_file(self._path(name), partial)
-            if (got := os.path.getsize(partial)) != size:
-                raise OSError(f"{self.address}/{name}: {got:,} of {size:,} bytes came.")
+            size = got = 0
+            for _ in range(_TRIES):  # a file of a run that goes on grows meanwhile
+                self._system.invalidate_cache()
+                with self._named_errors("read"):
+                    size = self._system.info(self._path(name))["size"]
+                    self._system.get_file(self._path(name), partial)
+                if (got := os.path.getsize(partial)) == size:
+                    break
+            else:
+                raise config_lib.InputError(
+                    f"{self.address}/{name}: {got:,} of {size:,} bytes came, {_TRIES} "
+                    f"times."
+                )
+            with open(partial, "rb+") as file:
+                os.fsync(file.fileno())
             os.chmod(partial, 0o644)  # mkstemp's files are readable only by their owner
             os.replace(partial, path)
         finally:
@@ -124,7 +137,7 @@ class Bucket:
         """
         path.stat()  # a missing file is no error of the bucket
         with self._named_errors("written"):
-            self._system.put_file(str(path), self._path(name), **self._checks)
+            self._system.put_file(str(path), self._path(name), **self._options)
 
     def read_text(self, name: str) -> str | None:
         """Returns a small object as text, or None if there is none."""
@@ -141,7 +154,7 @@ class Bucket:
           InputError: the bucket refuses, or does not exist.
         """
         with self._named_errors("written"):
-            self._system.pipe_file(self._path(name), text.encode(), **self._checks)
+            self._system.pipe_file(self._path(name), text.encode(), **self._options)
 
     def delete(self, name: str) -> None:
         """Deletes an object; a missing one is no error."""
@@ -156,10 +169,11 @@ class Bucket:
         """Says which address could not be read or written, and why."""
         try:
             yield
-        except (config_lib.InputError, ImportError, FileNotFoundError):
+        except (config_lib.InputError, ImportError):
             raise
         except Exception as error:  # each library has its own
-            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            is_missing = isinstance(error, FileNotFoundError) and done != "written"
+            if is_missing or getattr(error, "errno", None) == errno.ENOSPC:
                 raise
             raise config_lib.InputError(
                 f"{self.address} cannot be {done}: {str(error)[:_MAX_ERROR]} "

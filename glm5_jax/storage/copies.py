@@ -4,15 +4,17 @@ A copy is made at the first use and kept in `home()`; later uses fetch what has 
 Whoever reads it finds plain files, which it may map and read in any order.
 """
 
+import contextlib
 import fcntl
 import functools
+import hashlib
 import json
 import os
 import pathlib
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent import futures
 from typing import Any
 
@@ -28,7 +30,9 @@ MANIFEST = "manifest.json"  # last file of a checkpoint
 INDEX = ".fetched.json"  # what a copy was made of
 _STEP = re.compile(r"(?P<run>.+)/checkpoints/(?P<number>\d+)")
 _THREADS = 8
+_TRIES = 3
 _SHOW_SECONDS = 30
+_READ: dict[pathlib.Path, int] = {}  # descriptors of copies that this process reads
 
 
 def home() -> pathlib.Path:
@@ -56,55 +60,63 @@ def local(path: str | os.PathLike) -> pathlib.Path:
 
 @functools.cache  # one reader sees one state
 def _copied(address: str) -> pathlib.Path:
-    if step := _STEP.fullmatch(address):
-        return _copied_step(step["run"], int(step["number"]))
-    bucket = bucket_lib.Bucket(address)
+    for _ in range(_TRIES):  # a run that goes on deletes old checkpoints meanwhile
+        with contextlib.suppress(FileNotFoundError):
+            return _copied_now(address)
+    raise config_lib.InputError(f"{address} changes while it is copied; try again.")
+
+
+def _copied_now(address: str) -> pathlib.Path:
+    step = _STEP.fullmatch(address)
+    bucket = bucket_lib.Bucket(step["run"] if step else address)
     stored = bucket.objects()
-    place = home() / "copies" / bucket.local_name
-    if "" in stored:  # a file
-        stored = {"": stored[""]}
-    _fetch_some(bucket, newest_step(stored), place)
+    folder = _place(address) / bucket.local_name.name
+    if step:
+        parts = CHECKPOINTS, step["number"]
+        below = "/".join(parts) + "/"
+        is_there = "config.json" in stored and any(n.startswith(below) for n in stored)
+        stored = {
+            name: entry
+            for name, entry in stored.items()
+            if is_there and ("/" not in name or name.startswith(below))
+        }
+        place = folder.joinpath(*parts)
+    elif "" in stored:  # a file
+        stored, place = {"": stored[""]}, folder
+    else:
+        stored, place = newest_step(stored), folder
+    if not stored:
+        raise config_lib.InputError(f"there is nothing at {address}.")
+    fetch(bucket, stored, folder)
     return place
 
 
-def _copied_step(run: str, number: int) -> pathlib.Path:
-    """Copies a run's small files and one of its checkpoints; returns its folder."""
-    bucket = bucket_lib.Bucket(run)
-    step = CHECKPOINTS, str(number)
-    stored = {
-        name: entry
-        for name, entry in bucket.objects().items()
-        if (parts := tuple(name.split("/")))[0] != CHECKPOINTS or parts[:2] == step
-    }
-    folder = bucket.local_name
-    place = home() / "copies" / folder.with_name(f"{folder.name}.{number}")
-    if not any(name.startswith("/".join(step)) for name in stored):
-        stored = {}
-    _fetch_some(bucket, stored, place)
-    return place.joinpath(*step)
-
-
-def _fetch_some(
-    bucket: bucket_lib.Bucket,
-    stored: dict[str, bucket_lib.Stored],
-    place: pathlib.Path,
-) -> None:
-    if not stored:
-        raise config_lib.InputError(f"there is nothing at {bucket.address}.")
-    fetch(bucket, stored, place)
+def _place(address: str) -> pathlib.Path:
+    """Returns a folder for one address alone: those of two may lie in each other."""
+    return home() / "copies" / hashlib.sha256(address.encode()).hexdigest()[:12]
 
 
 def newest_step(
     stored: dict[str, bucket_lib.Stored],
 ) -> dict[str, bucket_lib.Stored]:
-    """Leaves out every checkpoint but the newest sealed one of each run."""
-    steps = sealed(stored)
-    newest = {max(of_run) for of_run in by_run(steps)}
-    return {
-        name: entry
-        for name, entry in stored.items()
-        if (step := step_of(name)) is None or step in newest
-    }
+    """Leaves out every checkpoint but the newest sealed one of each run.
+
+    A run has a config.json; other folders may have any names.
+    """
+    steps = {s for s in map(step_of, stored) if s is not None and _is_run(s[0], stored)}
+    newest = {max(of_run) for of_run in by_run(sealed(stored) & steps)}
+    if len(steps) > len(newest):
+        logging.warning(
+            "Of %d checkpoints, the newest with a manifest is copied: %s.",
+            len(steps),
+            ", ".join(f"step {number}" for _, number in sorted(newest)) or "none",
+        )
+    others = steps - newest
+    return {n: entry for n, entry in stored.items() if step_of(n) not in others}
+
+
+def _is_run(folder: str, names: Collection[str]) -> bool:
+    return f"{folder}/config.json".lstrip("/") in names
 
 
 def sealed(names: Iterable[str]) -> set[tuple[str, int]]:
@@ -140,7 +152,7 @@ def fetch(
     """Makes a folder, or file, hold these objects and nothing else.
 
     Other processes that fetch to the same place wait. What is there already and has
-    not changed is not fetched again.
+    not changed is not fetched again; a copy that others read is not changed.
 
     Raises:
       InputError: the bucket refuses, the connection broke, the disk is too small, or
@@ -149,8 +161,7 @@ def fetch(
     _require_names(bucket, stored)
     index = place / INDEX if "" not in stored else place.with_name(f".{place.name}")
     index.parent.mkdir(parents=True, exist_ok=True)
-    with index.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with _locked(index.with_suffix(".lock")):
         known = _read(index)
         todo = {
             name: entry
@@ -158,34 +169,84 @@ def fetch(
             if known.get(name) != [entry.size, entry.version]
             or not _has_size(place / name, entry.size)
         }
-        size = sum(entry.size for entry in todo.values())
-        if size > (free := shutil.disk_usage(index.parent).free):
-            raise config_lib.InputError(
-                f"{bucket.address} has {size:,} bytes to copy, but only {free:,} are "
-                f"free on the disk of {place}; set {VARIABLE} to a larger one."
-            )
-        if todo:
-            logging.info(
-                "Copying %d files, %.3f GiB, of %s to %s.",
-                len(todo),
-                size / 2**30,
-                bucket.address,
-                place,
-            )
-
-        def get(name: str) -> None:
-            bucket.download(name, place / name)
-            if (modified := stored[name].modified) is not None:  # the same anywhere
-                os.utime(place / name, (modified, modified))
-            known[name] = [stored[name].size, stored[name].version]
-
+        if todo or known.keys() - stored.keys():
+            _require_unread(index.with_suffix(".readers"), place)
         try:
-            in_parallel(get, list(todo), "copied")
-        finally:
+            _get(bucket, todo, place, known)
+        finally:  # the next call resumes
             kept = {name: known[name] for name in stored if name in known}
             files.write_text(index, json.dumps(kept))
         if "" not in stored:
             _remove_others(place, stored)
+        _note_reader(index.with_suffix(".readers"))
+
+
+def _get(
+    bucket: bucket_lib.Bucket,
+    todo: dict[str, bucket_lib.Stored],
+    place: pathlib.Path,
+    known: dict[str, list],
+) -> None:
+    """Copies objects, and notes each in `known`."""
+    size = sum(entry.size for entry in todo.values())
+    if size > (free := shutil.disk_usage(place.parent).free):
+        raise config_lib.InputError(
+            f"{bucket.address} has {size:,} bytes to copy, but only {free:,} are free "
+            f"on the disk of {place}; set {VARIABLE} to a larger one."
+        )
+    if todo:
+        logging.info(
+            "Copying %d files, %.3f GiB, of %s to %s.",
+            len(todo),
+            size / 2**30,
+            bucket.address,
+            place,
+        )
+
+    def get(name: str) -> None:
+        bucket.download(name, place / name)
+        if (modified := todo[name].modified) is not None:  # the same anywhere
+            os.utime(place / name, (modified, modified))
+        known[name] = [todo[name].size, todo[name].version]
+
+    in_parallel(get, list(todo), "copied")
+
+
+@contextlib.contextmanager
+def _locked(path: pathlib.Path) -> Iterator[None]:
+    with contextlib.closing(path.open("a")) as file:
+        _lock(file.fileno(), path, fcntl.LOCK_EX)
+        yield
+
+
+def _lock(descriptor: int, path: pathlib.Path, how: int) -> None:
+    try:
+        fcntl.flock(descriptor, how)
+    except BlockingIOError:
+        raise
+    except OSError as error:  # a file system without locks
+        logging.warning("%s cannot be locked: %s.", path, error.strerror)
+
+
+def _require_unread(path: pathlib.Path, place: pathlib.Path) -> None:
+    """Checks that no other process reads the copy, which is about to change."""
+    if path in _READ:
+        os.close(_READ.pop(path))
+    with contextlib.closing(path.open("a")) as file:
+        try:
+            _lock(file.fileno(), path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise config_lib.InputError(
+                f"another process reads {place}, and the bucket has changed since; "
+                f"wait for it, or set {VARIABLE} to another folder."
+            ) from error
+
+
+def _note_reader(path: pathlib.Path) -> None:
+    """Holds a lock until this process ends."""
+    if path not in _READ:
+        _READ[path] = os.open(path, os.O_CREAT | os.O_WRONLY)
+        _lock(_READ[path], path, fcntl.LOCK_SH)
 
 
 def in_parallel(work: Callable[[str], Any], names: list[str], done: str) -> None:
@@ -229,8 +290,9 @@ def _has_size(path: pathlib.Path, size: int) -> bool:
 
 def _remove_others(place: pathlib.Path, names: Iterable[str]) -> None:
     """Removes files that the bucket no longer has, and folders left empty."""
-    kept = {place / name for name in names} | {place / INDEX}
-    kept.add((place / INDEX).with_suffix(".lock"))
+    index = place / INDEX
+    kept = {place / name for name in names} | {index}
+    kept |= {index.with_suffix(suffix) for suffix in (".lock", ".readers")}
     for path in sorted(place.rglob("*"), reverse=True):
         if path.is_dir():
             if not any(path.iterdir()):

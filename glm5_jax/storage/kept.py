@@ -16,6 +16,7 @@ import shutil
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterable, Iterator
 
 from absl import logging
@@ -30,7 +31,9 @@ OWNER = ".owner"
 SECONDS = 10.0  # between two looks at the folder
 _RECORD = "record.json"  # owners, and what was sent
 _STAY = 2  # checkpoints
-_LEFT = "left"  # what was here before another machine went on
+_MADE = {"config.json", "plan.json"}  # of a run, of a preparation
+_GROWING = ".jsonl"
+_LAST = {"index.json", "summary.json"}  # name what must be there
 Sent = dict[str, list[int]]  # size and time of modification by name
 
 
@@ -63,30 +66,30 @@ def in_step(path: str | os.PathLike) -> Iterator[pathlib.Path]:
 
 
 class _Keeper:
-    """Uploads what changes in a folder."""
+    """Uploads what changes in a folder, and deletes what it uploaded or fetched."""
 
     def __init__(
         self, bucket: bucket_lib.Bucket, place: pathlib.Path, state: pathlib.Path
     ) -> None:
         """Takes the address over and fetches what another machine left there."""
-        self._bucket, self._place = bucket, place
-        self._record = state / _RECORD
+        self._bucket, self._place, self._state = bucket, place, state
         self._ended = threading.Event()
-        self._is_lost = False
-        before = _read(self._record)
-        owner, stored = bucket.read_text(OWNER), bucket.objects()
-        stored.pop(OWNER, None)
-        self._there = set(stored)
-        self._sent: Sent = before["sent"]
-        if owner is None or owner not in before["owners"]:
-            self._fetch(stored, state)
-        place.mkdir(parents=True, exist_ok=True)
+        self._lost: config_lib.InputError | None = None
+        before = _read(state / _RECORD)
+        owner = self._before = bucket.read_text(OWNER)
         me = f"process {os.getpid()} on {socket.gethostname()}"
         self._owner = f"{secrets.token_hex(8)} {me}"
-        # Both, as this process may end between this line and the next.
-        self._owners = [self._owner, *before["owners"][:1]]
-        self._save()
-        bucket.write_text(OWNER, self._owner)
+        self._sent: Sent = before["sent"]
+        if owner in before["owners"] and (place.exists() or not self._sent):
+            self._save(owner)  # both: this process may end between the two lines
+            bucket.write_text(OWNER, self._owner)
+        else:
+            if owner is None:
+                _require_own(bucket)
+            # Before it looks: the earlier start must not change what is fetched.
+            bucket.write_text(OWNER, self._owner)
+            self._fetch()
+        place.mkdir(parents=True, exist_ok=True)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -100,6 +103,8 @@ class _Keeper:
             try:
                 self._finish()
             except (config_lib.InputError, OSError) as error:
+                if self._lost is not None:  # another exit code: not to be started again
+                    raise self._lost from error
                 logging.error("%s", error)  # the block's own error counts
             raise
         self._end(thread)
@@ -114,38 +119,65 @@ class _Keeper:
         Raises:
           InputError: another start has taken over, or the bucket refuses.
         """
-        if (owner := self._bucket.read_text(OWNER)) != self._owner:
-            self._is_lost = True
-            raise config_lib.InputError(
-                f"{self._bucket.address} has been taken over by {owner}. What this "
-                f"process did since is in {self._place} and not in the bucket."
-            )
+        self._require_owner()
         here = _to_keep(self._place)
-        todo = [n for n in here if n not in self._there or self._sent.get(n) != here[n]]
-        changed = {copies.step_of(name) for name in todo} - {None}
-        for name in sorted(self._there):  # a step that is written again
-            if copies.step_of(name) in changed and name.endswith(copies.MANIFEST):
-                self._delete(name)
-        for names in _in_order(todo):
-            copies.in_parallel(lambda name: self._put(name, here), names, "uploaded")
-        spared = set() if is_last else _spared(self._there, here)
-        gone = {n for n in self._there - here.keys() if copies.step_of(n) not in spared}
-        for names in reversed(_in_order(gone)):  # manifests before their steps
-            copies.in_parallel(self._delete, names, "deleted")
-        if todo or gone:
-            self._save()
+        todo = {name for name in here if self._sent.get(name) != here[name]}
+        gone = self._sent.keys() - here.keys()
+        if not todo and not gone:
+            return
+        there = set(self._bucket.objects())
+        todo |= here.keys() - there
+        first, steps, manifests, last = _in_order(todo)
+        self._put_all(first, here)
+        self._delete_all(n for n in there if copies.step_of(n) in _stale(there, here))
+        again = {copies.step_of(name) for name in (*steps, *manifests)}
+        old = {name for name in there if copies.step_of(name) in again}
+        # A step that is written again counts no more until it is whole.
+        self._delete_all(n for n in old if n not in here or _is_manifest(n))
+        self._put_all(steps, here)
+        self._require_owner()
+        sealed = [n for n in here if _is_manifest(n) and copies.step_of(n) in again]
+        self._put_all(sealed, here)
+        self._put_all(last, here)
+        spared = _spared(self._sent, here, is_last)
+        gone &= self._sent.keys()
+        self._delete_all(n for n in gone if copies.step_of(n) not in spared)
+        self._save()
+
+    def _require_owner(self) -> None:
+        owner = self._bucket.read_text(OWNER)
+        if owner != self._owner:
+            self._lost = config_lib.InputError(
+                f"{self._bucket.address} has been taken over by {owner or 'nobody'} "
+                f"(its object {OWNER}). What this process did since is in "
+                f"{self._place} and not in the bucket."
+            )
+            raise self._lost
+
+    def _put_all(self, names: Iterable[str], here: Sent) -> None:
+        copies.in_parallel(lambda n: self._put(n, here), sorted(names), "uploaded")
 
     def _put(self, name: str, here: Sent) -> None:
+        path = self._place / name
         try:
-            self._bucket.upload(self._place / name, name)
-        except FileNotFoundError:  # deleted meanwhile; so is its manifest
-            return
-        self._there.add(name)
+            if path.suffix == _GROWING:
+                path = self._state / f"{threading.get_ident()}{_GROWING}"
+                shutil.copyfile(self._place / name, path)
+            self._bucket.upload(path, name)
+        except (FileNotFoundError, config_lib.InputError):
+            if not (self._place / name).exists():  # deleted meanwhile
+                return
+            raise
         self._sent[name] = here[name]
+
+    def _delete_all(self, names: Iterable[str]) -> None:
+        manifests_first = sorted(names, key=lambda name: not _is_manifest(name))
+        count = sum(map(_is_manifest, manifests_first))
+        for part in (manifests_first[:count], manifests_first[count:]):
+            copies.in_parallel(self._delete, part, "deleted")
 
     def _delete(self, name: str) -> None:
         self._bucket.delete(name)
-        self._there.discard(name)
         self._sent.pop(name, None)
 
     def _keep(self) -> None:
@@ -154,8 +186,8 @@ class _Keeper:
             try:
                 self.upload()
                 shown = ""
-            except (config_lib.InputError, OSError) as error:
-                if self._is_lost:
+            except Exception as error:  # the run goes on, and so does this thread
+                if self._lost is not None:
                     logging.error("%s", error)
                     os.kill(os.getpid(), signal.SIGTERM)  # as a preemption
                     return
@@ -168,36 +200,58 @@ class _Keeper:
         thread.join()
 
     def _finish(self) -> None:
-        self.upload(is_last=True)
-        if not self._there:  # a start that failed
-            self._bucket.delete(OWNER)
+        """Uploads what is left, unless nothing was ever here."""
+        if self._lost is not None:
+            raise self._lost
+        try:
+            self.upload(is_last=True)
+            if self._before is None and not self._sent:  # a start that failed
+                self._bucket.delete(OWNER)
+        except config_lib.InputError as error:
+            if self._lost is not None:
+                raise
+            raise config_lib.InputError(
+                f"{error} The run is whole in {self._place}; the same command on this "
+                f"machine uploads the rest."
+            ) from error
         logging.info("Everything in %s is in %s.", self._place, self._bucket.address)
 
-    def _fetch(self, stored: dict[str, bucket_lib.Stored], state: pathlib.Path) -> None:
+    def _fetch(self) -> None:
         """Replaces the folder by what the bucket holds."""
+        stored = self._bucket.objects()
         whole = copies.sealed(stored)
         wanted = {
             name: entry
             for name, entry in stored.items()
             if _is_whole(name, whole) and not name.startswith(".")
         }
-        coming = state / "coming"
+        coming = self._state / "coming"
         copies.fetch(self._bucket, wanted, coming)
         for path in coming.glob(".fetched.*"):
             path.unlink()
         if self._place.exists():
-            left = state / _LEFT
-            shutil.rmtree(left, ignore_errors=True)
+            left = self._state / f"left_{time.strftime('%Y%m%d-%H%M%S')}"
             self._place.rename(left)
             logging.warning(
                 "%s was of an earlier start; it is now in %s.", self._place, left
             )
         coming.rename(self._place)
         self._sent = _to_keep(self._place)
+        self._save()
 
-    def _save(self) -> None:
-        record = {"owners": self._owners, "sent": self._sent}
-        files.write_text(self._record, json.dumps(record))
+    def _save(self, *others: str | None) -> None:
+        record = {"owners": [self._owner, *others], "sent": self._sent}
+        files.write_text(self._state / _RECORD, json.dumps(record))
+
+
+def _require_own(bucket: bucket_lib.Bucket) -> None:
+    """Checks that a folder that no start has taken is empty or was made by one."""
+    names = bucket.objects()
+    if names and not names.keys() & _MADE:
+        raise config_lib.InputError(
+            f"{bucket.address} is not empty and holds neither a run nor a preparation; "
+            f"give another address, so that nothing there is overwritten."
+        )
 
 
 def _read(record: pathlib.Path) -> dict:
@@ -220,7 +274,12 @@ def _to_keep(place: pathlib.Path) -> Sent:
                     stat = path.stat()
                     relative = path.relative_to(place).as_posix()
                     found[relative] = [stat.st_size, stat.st_mtime_ns]
-    whole = copies.sealed(found)
+    # Retention renames a step before it deletes it, maybe while it was listed.
+    whole = {
+        (run, number)
+        for run, number in copies.sealed(found)
+        if (place / run / copies.CHECKPOINTS / str(number) / copies.MANIFEST).exists()
+    }
     return {name: entry for name, entry in found.items() if _is_whole(name, whole)}
 
 
@@ -231,19 +290,38 @@ def _is_whole(name: str, sealed: set[tuple[str, int]]) -> bool:
     return copies.step_of(name) in sealed
 
 
-def _spared(there: Iterable[str], here: Iterable[str]) -> set[tuple[str, int]]:
+def _stale(there: Iterable[str], here: Iterable[str]) -> set[tuple[str, int]]:
+    """Returns checkpoints in the bucket that are newer than those of their run here.
+
+    A rollback left them behind, or an earlier start sealed them after it was overtaken.
+    """
+    ours = copies.sealed(here)
+    newest = dict(sorted(ours))
+    return {
+        (run, number)
+        for run, number in copies.sealed(there) - ours
+        if number > newest.get(run, number)
+    }
+
+
+def _spared(
+    sent: Iterable[str], here: Iterable[str], is_last: bool
+) -> set[tuple[str, int]]:
     """Returns checkpoints that stay in the bucket although they are deleted here.
 
     A run keeps few, and the next one may be sealed and an old one deleted while the
-    folder is listed: two stay in the bucket, so that one may be damaged. A rollback's
-    abandoned steps are newer than those here, and go.
+    folder is listed: two stay in the bucket, so that one may be damaged. If there is
+    none here, all stay.
     """
     ours, spared = copies.sealed(here), set()
-    for steps in copies.by_run(copies.sealed(there) - ours):
+    for steps in copies.by_run(copies.sealed(sent) - ours):
         run = next(iter(steps))[0]
         newest = sorted(step for step in ours if step[0] == run)[-_STAY:]
         older = sorted(step for step in steps if not newest or step < newest[-1])
-        spared |= set(older[len(older) - _STAY + len(newest) :])
+        if not newest:
+            spared |= steps
+        elif not is_last:
+            spared |= set(older[max(0, len(older) - _STAY + len(newest)) :])
     return spared
 
 
@@ -252,13 +330,11 @@ def _is_manifest(name: str) -> bool:
 
 
 def _in_order(names: Iterable[str]) -> list[list[str]]:
-    """Sorts into what may go up together: whoever reads meanwhile finds no half."""
-    ranks: dict[int, list[str]] = {rank: [] for rank in range(4)}
-    for name in sorted(names):
-        if name.endswith("config.json"):
-            ranks[0].append(name)
-        elif copies.step_of(name) is None:
-            ranks[3].append(name)
-        else:
+    """Sorts into small files, steps, manifests, and files that name the others."""
+    ranks: list[list[str]] = [[] for _ in range(4)]
+    for name in names:
+        if copies.step_of(name) is not None:
             ranks[1 + _is_manifest(name)].append(name)
-    return list(ranks.values())
+        else:
+            ranks[3 * (name.split("/")[-1] in _LAST)].append(name)
+    return ranks

@@ -63,6 +63,7 @@ def _upload(bucket: bucket_lib.Bucket, place: pathlib.Path) -> None:
         copies.in_parallel(put, [n for n in names if n != _LAST], "uploaded")
         copies.in_parallel(put, [n for n in names if n == _LAST], "uploaded")
     except BaseException:
-        for name in bucket.objects():
-            bucket.delete(name)
+        with contextlib.suppress(config_lib.InputError):  # the first error counts
+            for name in names:
+                bucket.delete(name)
         raise

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import shutil
 import signal
 import tempfile
 import time
@@ -241,10 +242,82 @@ class StoreTest:
                 ("upload", "checkpoints/2/manifest.json"),
             ],
         )
+        with kept.in_step(self.address) as place:
+            self.step(place, 4)
         order.clear()
         with kept.in_step(self.address) as place:
-            (place / "checkpoints" / "2").rename(place / "checkpoints" / "2.damaged")
-        self.assertEqual(order[0][1], "checkpoints/2/manifest.json")
+            emulators.write(place, **{"rollback.json": "{}"})
+            (place / "checkpoints" / "4").rename(place / "checkpoints" / "4.abandoned")
+            self.step(place, 3)
+        self.assertEqual(order[0], ("upload", "rollback.json"))
+        self.assertEqual(order[1], ("delete", "checkpoints/4/manifest.json"))
+        self.assertEqual(order[-1], ("upload", "checkpoints/3/manifest.json"))
+
+    def test_a_folder_that_was_deleted_here_deletes_nothing_there(self):
+        with kept.in_step(self.address) as place:
+            emulators.write(place, **{"config.json": "{}"})
+            self.step(place, 2)
+        before = self.objects()
+        shutil.rmtree(place)
+        with self.assertRaises(KeyError), kept.in_step(self.address) as place:
+            self.assertEqual(os.listdir(place / "checkpoints"), ["2"])
+            raise KeyError
+        self.assertEqual(self.objects(), before)
+
+    def test_objects_of_others_are_refused_and_stay(self):
+        self.put(**{".gitattributes": "x", "model.bin": "y"})
+        before = self.objects()
+        with (
+            self.assertRaisesRegex(config_lib.InputError, "not empty"),
+            kept.in_step(self.address),
+        ):
+            self.fail("the block ran")
+        self.assertEqual(self.objects(), before)
+        self.put(**{"config.json": "{}", "checkpoints__1__old": "has no manifest"})
+        with kept.in_step(self.address) as place:
+            emulators.write(place, **{"config.json": "{}"})
+        self.assertContainsSubset([*before, "checkpoints/1/old"], self.objects())
+
+    def test_what_an_overtaken_start_seals_late_does_not_count(self):
+        with kept.in_step(self.address) as place:
+            emulators.write(place, **{"config.json": "{}"})
+            self.step(place, 2)
+        late = bucket_lib.Bucket(self.address)
+        with self.elsewhere(), kept.in_step(self.address) as there:
+            for name in ("params/x", "manifest.json"):
+                source = place / "checkpoints" / "2" / name
+                late.upload(source, f"checkpoints/9/{name}")
+            self.step(there, 3)
+        self.assertNotIn("checkpoints/9", " ".join(self.objects()))
+
+    def test_an_object_that_was_lost_is_uploaded_again(self):
+        with kept.in_step(self.address) as place:
+            self.step(place, 2)
+        before = self.objects()
+        bucket_lib.Bucket(self.address).delete("checkpoints/2/params/x")
+        with kept.in_step(self.address) as place:
+            emulators.write(place, a="anything new")
+        self.assertEqual(self.objects(), sorted([*before, "a"]))
+
+    def test_a_copy_that_another_process_reads_is_not_changed(self):
+        self.put(a="one")
+        place = copies.local(self.address)
+        held = dict(copies._READ)
+        copies._READ.clear()  # as if another process had them
+        self.put(a="two")
+        copies._copied.cache_clear()
+        with self.assertRaisesRegex(config_lib.InputError, "another process reads"):
+            copies.local(self.address)
+        self.assertEqual((place / "a").read_text(), "one")
+        for descriptor in held.values():
+            os.close(descriptor)
+        copies._copied.cache_clear()
+        self.assertEqual((copies.local(self.address) / "a").read_text(), "two")
+
+    def test_a_corpus_may_have_any_names(self):
+        self.put(checkpoints__1__a="one", checkpoints__2__a="two")
+        place = copies.local(self.address)
+        self.assertEqual(sorted(os.listdir(place / "checkpoints")), ["1", "2"])
 
     def test_what_was_uploaded_is_not_uploaded_again(self):
         with kept.in_step(self.address) as place:
@@ -270,11 +343,11 @@ class StoreTest:
             self.assertNotEqual(there, place)
             self.assertEqual(os.listdir(there / "checkpoints"), ["2"])
             self.step(there, 4)
-        self.assertNotIn("checkpoints/4/half", self.objects())
+        self.assertNotIn("checkpoints/4/half", self.objects())  # of the same number
         # The first machine's folder is of the past.
         with kept.in_step(self.address) as again:
             self.assertEqual(sorted(os.listdir(again / "checkpoints")), ["2", "4"])
-        left = place.with_name(f"{place.name}.bucket") / "left"
+        (left,) = place.with_name(f"{place.name}.bucket").glob("left_*")
         self.assertEqual(os.listdir(left / "checkpoints"), ["2"])
 
     def test_this_machine_keeps_what_it_could_not_upload(self):
@@ -313,6 +386,15 @@ class StoreTest:
         self.assertIn("b", self.objects())
         self.assertNotEqual(bucket_lib.Bucket(self.address).read_text("a"), "too late")
         self.assertEqual((place / "a").read_text(), "too late")
+
+    def test_a_start_that_was_overtaken_does_not_end_as_a_preempted_one(self):
+        with (
+            self.assertRaisesRegex(config_lib.InputError, "taken over by"),
+            kept.in_step(self.address) as place,
+        ):
+            emulators.write(place, a="one")
+            bucket_lib.Bucket(self.address).write_text(".owner", "another")
+            raise SystemExit(143)  # a launcher would start it again
 
     def test_two_starts_on_one_machine_are_refused(self):
         with (

@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 
 from glm5_jax import config as config_lib
 from glm5_jax.config import fields, recorded
+from glm5_jax.storage import copies
 from glm5_jax.training.reporting import records
 
 RAN_ON = ("parameters", "device", "jax", "commit")  # of summary.json, at the end
@@ -45,7 +46,7 @@ def read(given: Sequence[str]) -> list[Run]:
             f"give the folders of two or more runs: python -m glm5_jax.compare RUN "
             f"RUN; got {' '.join(given) or 'nothing'}."
         )
-    paths = [pathlib.Path(os.path.abspath(os.path.expanduser(p))) for p in given]
+    paths = [pathlib.Path(os.path.abspath(copies.local(p))) for p in given]
     names = _names(paths)
     runs, errors = [], []
     for i, path in enumerate(paths):
