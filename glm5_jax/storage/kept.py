@@ -15,6 +15,7 @@ import secrets
 import shutil
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -129,7 +130,8 @@ class _Keeper:
         todo |= here.keys() - there
         first, steps, manifests, last = _in_order(todo)
         self._put_all(first, here)
-        self._delete_all(n for n in there if copies.step_of(n) in _stale(there, here))
+        stale = _stale(there, here)
+        self._delete_all(n for n in there if copies.step_of(n) in stale)
         again = {copies.step_of(name) for name in (*steps, *manifests)}
         old = {name for name in there if copies.step_of(name) in again}
         # A step that is written again counts no more until it is whole.
@@ -160,12 +162,14 @@ class _Keeper:
     def _put(self, name: str, here: Sent) -> None:
         path = self._place / name
         try:
-            if path.suffix == _GROWING:
-                path = self._state / f"{threading.get_ident()}{_GROWING}"
-                shutil.copyfile(self._place / name, path)
-            self._bucket.upload(path, name)
+            if path.suffix == _GROWING:  # gcsfs fixes the size before it reads
+                with tempfile.NamedTemporaryFile(dir=self._state) as snapshot:
+                    shutil.copyfile(path, snapshot.name)
+                    self._bucket.upload(pathlib.Path(snapshot.name), name)
+            else:
+                self._bucket.upload(path, name)
         except (FileNotFoundError, config_lib.InputError):
-            if not (self._place / name).exists():  # deleted meanwhile
+            if not path.exists():  # deleted meanwhile
                 return
             raise
         self._sent[name] = here[name]
