@@ -55,7 +55,7 @@ def local(path: str | os.PathLike) -> pathlib.Path:
     """
     if bucket_lib.is_address(path):
         return _copied(bucket_lib.Bucket(path).address)
-    return pathlib.Path(path).expanduser()
+    return pathlib.Path(os.path.expanduser(path))  # ~NOBODY stays as it is
 
 
 @functools.cache  # one reader sees one state
