@@ -14,7 +14,7 @@ from absl import flags, logging
 
 from glm5_jax import command_line
 from glm5_jax import config as config_lib
-from glm5_jax.config import checks, explanations, fields
+from glm5_jax.config import explanations, fields
 from glm5_jax.storage import bucket, kept
 
 _TARGET = flags.DEFINE_string("target", None, "Folder to write.", required=True)
@@ -33,8 +33,7 @@ for _name, _hint, _default in fields.of(config_lib.PrepareConfig):
 def main(arguments: command_line.Arguments) -> None:
     """Prepares a corpus and prints its figures."""
     del arguments
-    if not bucket.is_address(_TARGET.value):
-        checks.require_local(_TARGET.value, "--target")
+    bucket.require_path(_TARGET.value, "--target")
     given = [(name, flags.FLAGS[name].value) for name in _FIELDS]
     given = [(name, text) for name, text in given if text is not None]
     config = command_line.resolve({}, given, config_lib.PrepareConfig)

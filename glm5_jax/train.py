@@ -36,9 +36,8 @@ flags.adopt_module_key_flags(compile_cache)  # --help shows them
 def main(arguments: command_line.Arguments) -> int | None:
     """Resolves the config and hands over to the loop."""
     config = arguments.train_config()
-    is_in_bucket = bucket.is_address(_WORKDIR.value or "")
-    if _WORKDIR.value is not None and not is_in_bucket:
-        checks.require_local(_WORKDIR.value, "--workdir")
+    if _WORKDIR.value is not None:
+        bucket.require_path(_WORKDIR.value, "--workdir")
     if _DRY_RUN.value:
         from glm5_jax.training.reporting import dry_run as report
         from glm5_jax.training.run import preflight

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import datetime
 import errno
 import os
 import pathlib
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from glm5_jax import config as config_lib
+from glm5_jax.config import checks
 
 _ADDRESS = re.compile(r"(gs|s3):/+([^/].*?)/*")  # pathlib makes gs:/ of gs://
 _MAX_ERROR = 300
@@ -25,17 +25,27 @@ class Stored:
     Attributes:
       size: in bytes.
       version: a text that changes with the content.
-      modified: seconds since 1970 when it was written, or None.
+      modified: seconds since 1970 when it was written.
     """
 
     size: int
     version: str
-    modified: float | None
+    modified: float
 
 
 def is_address(path: str | os.PathLike) -> bool:
     """Returns whether a path is in a bucket of Cloud Storage or S3."""
     return _ADDRESS.fullmatch(str(path)) is not None
+
+
+def require_path(path: str | os.PathLike, name: str = "") -> None:
+    """Checks that a path is in a bucket or on a file system.
+
+    Raises:
+      InputError: it is the address of another kind of store, or empty.
+    """
+    if not is_address(path):
+        checks.require_local(str(path), name)
 
 
 class Bucket:
@@ -183,8 +193,6 @@ class Bucket:
 
 
 def _stored(entry: dict[str, Any]) -> Stored:
-    version = entry.get("generation") or entry.get("ETag") or entry.get("mtime")
-    modified = entry.get("mtime") or entry.get("LastModified")
-    if isinstance(modified, datetime.datetime):
-        return Stored(int(entry["size"]), str(version), modified.timestamp())
-    return Stored(int(entry["size"]), str(version), None)
+    version = entry.get("generation") or entry["ETag"]
+    modified = entry.get("mtime") or entry["LastModified"]
+    return Stored(int(entry["size"]), str(version), modified.timestamp())

@@ -205,8 +205,7 @@ def _get(
 
     def get(name: str) -> None:
         bucket.download(name, place / name)
-        if (modified := todo[name].modified) is not None:  # the same anywhere
-            os.utime(place / name, (modified, modified))
+        os.utime(place / name, (todo[name].modified,) * 2)  # the same anywhere
         known[name] = [todo[name].size, todo[name].version]
 
     in_parallel(get, list(todo), "copied")

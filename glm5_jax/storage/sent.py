@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from absl import logging
 
 from glm5_jax import config as config_lib
-from glm5_jax.config import checks
 from glm5_jax.processes import folder_lock
 from glm5_jax.storage import bucket as bucket_lib
 from glm5_jax.storage import copies
@@ -29,8 +28,8 @@ def new_folder(path: str | os.PathLike) -> Iterator[pathlib.Path]:
         writes there, or the bucket refuses; what went up is deleted again. Or the
         address is of another kind of store.
     """
+    bucket_lib.require_path(path)
     if not bucket_lib.is_address(path):
-        checks.require_local(str(path))
         yield pathlib.Path(path)
         return
     bucket = bucket_lib.Bucket(path)

@@ -145,6 +145,11 @@ class CommandTest(faults_test.FaultsTestCase):
             {"checkpoint": "/nowhere", "prune": True},
             "not a run folder",
         ),
+        (
+            "prune_in_a_bucket",
+            {"checkpoint": "gs://bucket/run", "prune": True, "keep": 1},
+            "needs --yes",
+        ),
         ("no_rule", {"prune": True}, "give --keep=N"),
         ("keep_none", {"prune": True, "keep": 0}, "--keep must be at least 1"),
         ("keep_alone", {"keep": 1}, "need --prune"),

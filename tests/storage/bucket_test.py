@@ -11,6 +11,7 @@ from unittest import mock
 from absl.testing import absltest
 
 from glm5_jax import config as config_lib
+from glm5_jax.checkpoint import host_copies
 from glm5_jax.storage import bucket as bucket_lib
 from glm5_jax.storage import copies, kept, sent
 from tests import environment
@@ -23,6 +24,15 @@ class AddressTest(absltest.TestCase):
             self.assertTrue(bucket_lib.is_address(path), path)
         for path in ("", "runs/x", "/gs/x", "az://b/run", "gs", "gs://"):
             self.assertFalse(bucket_lib.is_address(path), path)
+
+    def test_folders_that_stay_here_refuse_addresses(self):
+        refused = self.assertRaisesRegex(config_lib.InputError, "no path of a file sys")
+        with refused:
+            config_lib.DataConfig(cache_dir="gs://bucket/cache")
+        with refused:
+            config_lib.RLConfig(servers="http://a", weights_store="s3://bucket/store")
+        with refused:
+            host_copies.HostCopies(pathlib.Path("run"), "gs://bucket/copies")
 
     def test_a_missing_library_is_named(self):
         with (
@@ -159,7 +169,7 @@ class StoreTest:
 
     def test_a_disk_that_is_too_small_is_told_beforehand(self):
         bucket = self.put(a="one")
-        bad = {"a": bucket_lib.Stored(2**60, "", None)}
+        bad = {"a": bucket_lib.Stored(2**60, "", 0.0)}
         with self.assertRaisesRegex(config_lib.InputError, copies.VARIABLE):
             copies.fetch(bucket, bad, self.here / "copy")
 

@@ -86,6 +86,22 @@ class CommandsTest(absltest.TestCase):
             "--max_new_tokens=2",
         )
         self.assertTrue(text)
+        self.run_command(
+            "quantize",
+            "--checkpoint=s3://bucket/model",
+            "--target=gs://bucket/small",
+            "--scheme=fp8",
+        )
+        self.assertIn("quantization.json", emulators.objects("gs", "small"))
+        here = self.root / "other" / "runs" / "gs" / "bucket" / "run"
+        told = self.run_command("compare", "gs://bucket/run", str(here))
+        self.assertIn("loss", told)
+        back = self.run_command(
+            "checkpoint", "--checkpoint=gs://bucket/run", "--roll_back=1"
+        )
+        self.assertIn("resumes from step 1", back)
+        self.assertIn("rollback.json", emulators.objects("gs", "run"))
+        self.assertNotIn("checkpoints/2", " ".join(emulators.objects("gs", "run")))
 
 
 if __name__ == "__main__":
