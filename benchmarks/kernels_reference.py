@@ -26,7 +26,16 @@ def page() -> str:
     for name in pallas_kernels.__all__:
         if callable(function := getattr(pallas_kernels, name)):
             parts.append(_entry(f"pallas_kernels.{name}", function))
-    names = ("check_lists", "form", "pack", "to_list", "to_mask", "unpack", "visible")
+    names = (
+        "as_sorted",
+        "check_lists",
+        "form",
+        "pack",
+        "to_list",
+        "to_mask",
+        "unpack",
+        "visible",
+    )
     for name in names:
         function = getattr(selection, name)
         parts.append(_entry(f"pallas_kernels.selection.{name}", function))

@@ -81,9 +81,8 @@ def _run(overrides: Sequence[command_line.Override], talks: bool) -> None:
         chat=chat,
         special_tokens=_SPECIAL_TOKENS.value,
     )
-    texts = commands.generate(*where, prompt, sampling, _OUT.value)
-    if texts:
-        print(*texts, sep="\n")
+    show = lambda texts: print(*texts, sep="\n")
+    commands.generate(*where, prompt, sampling, _OUT.value, show)
 
 
 if __name__ == "__main__":

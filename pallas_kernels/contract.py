@@ -2,8 +2,9 @@
 
 Shapes and types are known while a program is traced: wrong ones raise ValueError. The
 values of bounds and lists are not known. Bounds are therefore clamped to the existing
-keys, and list entries beyond the last key count as padding, so that no implementation
-reads out of bounds.
+keys, and list entries that name no key count as padding, so that no implementation
+reads out of bounds. Kernels rely on the order of lists: each is put in order, unless
+the caller says that it is.
 """
 
 from collections.abc import Mapping
@@ -89,18 +90,27 @@ def bounded(
 
 
 def listed(
-    op: str, floats: Arrays, indices: Int[Array, "B T K"]
+    op: str, floats: Arrays, indices: Int[Array, "B T K"], is_sorted: bool
 ) -> tuple[dict[str, int], Int[Array, "B T K"]]:
     """Checks the arrays of an op over a list of keys for each query.
 
+    Args:
+      op: name of the op, for messages.
+      floats: its other arrays.
+      indices: the lists.
+      is_sorted: the op needs no order, or the caller promises it.
+
     Returns:
       Sizes of the dims, and int32 lists, in which entries beyond the last key are -1.
+      They ascend, with -1 at the end alone, unless `is_sorted`.
 
     Raises:
       ValueError: if an array does not fit the others.
     """
     known = sizes(op, floats, {"indices": (indices, "B T K")})
     indices = indices.astype(jnp.int32)
+    if not is_sorted:
+        return known, selection.as_sorted(indices, known["S"])
     return known, jnp.where(indices < known["S"], indices, -1)
 
 

@@ -5,8 +5,8 @@
   (s // 4096) * 128 + s % 128, so that a vector of 128 lanes holds 32 runs of 128 keys.
 - list: Int32[B, T, K], indices strictly ascending, padded with -1 at the end. Kernels
   rely on this: a key listed twice, or a -1 before the end, gives wrong results on some.
-  They cannot raise an error, because values are unknown while a program is traced;
-  `check_lists` checks known values.
+  They cannot raise an error, because values are unknown while a program is traced:
+  `as_sorted` puts lists in order, and `check_lists` checks known values.
 """
 
 from typing import TypeGuard
@@ -149,6 +149,15 @@ def check_lists(
         if where.any():
             row = tuple(map(int, np.argwhere(where)[0][:-1]))
             raise ValueError(f"the list of query {row} {fault}: {rows[row]}.")
+
+
+def as_sorted(indices: Int[Array, "B T K"], num_keys: int) -> Int[Array, "B T K"]:
+    """Lists each key once and in order, with -1 only at the end, by sorting twice."""
+    is_key = (indices >= 0) & (indices < num_keys)
+    rows = jnp.sort(jnp.where(is_key, indices, num_keys), axis=-1)
+    is_again = jnp.diff(rows, axis=-1, prepend=-1) == 0
+    rows = jnp.sort(jnp.where(is_again, num_keys, rows), axis=-1)
+    return jnp.where(rows < num_keys, rows, -1)
 
 
 def to_list(mask: Bool[Array, "B S T"], topk: int) -> Int[Array, "B T K"]:

@@ -1,7 +1,7 @@
 """Implements the commands generate and evaluate."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -94,19 +94,21 @@ def generate(
     prompt: Prompt,
     sampling: Sampling,
     tokens_out: str | None = None,
+    show: Callable[[list[str]], object] = lambda texts: None,
 ) -> list[str]:
     """Continues a text or every row of an .npy file, or answers a chat message.
 
     Writes prompts and continuations to `tokens_out`, with as many dims as the prompt's
-    ids have (one for a text). Shorter rows are padded with pad_token_id, or 0.
+    ids have (one for a text), padded with pad_token_id, or 0. `show` gets the result
+    before the file is written, which may fail.
 
     Returns:
-      Each prompt with its continuation, as text, or as ids if the model has no
-      tokenizer; in a chat only the answer. Nothing on processes but the first, all of
-      which must call it alike.
+      Each prompt with its continuation, as text, or as ids without a tokenizer; in a
+      chat only the answer. Nothing on processes but the first; all must call it alike.
 
     Raises:
       InputError: see `quantized_loading.load_model` and `engine.generate`.
+      OSError: `tokens_out` cannot be written.
     """
     id_files.require_folder_of(tokens_out)
     ids = None if prompt.tokens is None else id_files.read_ids(prompt.tokens)
@@ -140,10 +142,12 @@ def generate(
     rows = [[*p, *c.tokens] for p, c in zip(prompts, completions, strict=True)]
     if not together.is_first():
         return []
+    texts = _texts(rows, completions, prompt, tokenizer, ends)
+    show(texts)
     if tokens_out is not None:
         is_single = ids is None or ids.ndim == 1
         id_files.save_rows(tokens_out, rows, config.pad_token_id or 0, is_single)
-    return _texts(rows, completions, prompt, tokenizer, ends)
+    return texts
 
 
 def _texts(
@@ -355,7 +359,7 @@ def _require_same(config: config_lib.ModelConfig, *inputs: Any) -> None:
 def _room_for(path: str, shape: tuple[int, ...]) -> Float[np.ndarray, "*n"]:
     """Returns an array that is a file in the first process; others keep one number."""
     if together.is_first():
-        return np.lib.format.open_memmap(path, "w+", np.float32, shape)
+        return id_files.room_for_logits(path, shape)
     return np.lib.stride_tricks.as_strided(
         np.empty((), np.float32), shape, [0] * len(shape)
     )

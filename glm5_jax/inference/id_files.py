@@ -1,9 +1,14 @@
-"""Reads and writes the files of token ids of generate and evaluate."""
+"""Reads and writes the files of generate and evaluate: token ids, and logits."""
 
+import contextlib
+import errno
+import io
+import os
 import pathlib
+from collections.abc import Iterator
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from glm5_jax import config as config_lib
 
@@ -32,12 +37,43 @@ def read_ids(path: str) -> Int[np.ndarray, "*n T"]:
 
 
 def save_rows(path: str, rows: list[list[int]], padding: int, is_single: bool) -> None:
-    """Writes rows of ids, padded to one length; a single row as [T]."""
+    """Writes rows of ids, padded to one length; a single row as [T].
+
+    Raises:
+      OSError: the disk is full; what was written is deleted.
+    """
     length = max(map(len, rows))
     padded = [row + [padding] * (length - len(row)) for row in rows]
     out = np.asarray(padded[0] if is_single else padded, np.int32)
-    with open(path, "wb") as file:  # np.save would append .npy to a name
+    with _written(path) as file:  # np.save would append .npy to a name
         np.save(file, out)
+
+
+def room_for_logits(path: str, shape: tuple[int, ...]) -> Float[np.ndarray, "*n"]:
+    """Returns an array that is a file, of which the disk has all blocks already.
+
+    Without them, a write to the array would end the process with SIGBUS.
+
+    Raises:
+      OSError: the disk has too little room.
+    """
+    with _written(path) as file:
+        logits = np.lib.format.open_memmap(path, "w+", np.float32, shape)
+        os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
+    return logits
+
+
+@contextlib.contextmanager
+def _written(path: str) -> Iterator[io.FileIO]:
+    """Opens a file to write; deletes what a full disk made of it, and says so."""
+    with open(path, "wb", buffering=0) as file:  # so that closing it writes nothing
+        try:
+            yield file
+        except OSError as error:
+            if pathlib.Path(path).is_file():  # no device, such as /dev/full
+                os.unlink(path)
+            code = error.errno or errno.ENOSPC  # numpy's own errors have none
+            raise OSError(code, f"{path} cannot be written ({error})") from error
 
 
 def require_folder_of(path: str | None) -> None:

@@ -21,6 +21,7 @@ from pallas_kernels.cases import Case
 # Inputs with a row per query.
 OF_QUERIES = ("q", "q_latent", "q_index", "w", "lo", "hi", "indices", "bits", "weight")
 LATENT_BYTES = 2  # bfloat16
+LISTS: dict[str, Any] = {"indices_are_sorted": True}  # as a selection gives them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +140,7 @@ def _sparse_call(case: Case, implementation: str | None, deterministic: bool) ->
         value_dim=case.latent,
         deterministic=deterministic,
         implementation=implementation,
+        **LISTS,
     )
 
 
@@ -156,11 +158,12 @@ def _dense_call(case: Case, implementation: str | None, deterministic: bool) -> 
 def _kl_call(name: str, num_main: int) -> Callable:
     def build(case: Case, implementation: str | None, deterministic: bool) -> Callable:
         loss = getattr(pallas_kernels, name)
+        extra = LISTS if name == "sparse_indexer_kl_loss" else {}
 
         def run(*args: Any) -> jax.Array:
             index, main, rest = args[:3], args[3 : 3 + num_main], args[3 + num_main :]
             options = {"scale": case.scale, "implementation": implementation}
-            return loss(main, index, *rest, **options)
+            return loss(main, index, *rest, **options, **extra)
 
         return run
 
@@ -189,7 +192,8 @@ def _layer_call(select: str, attend: str, loss: str) -> Callable:
     def build(case: Case, implementation: str | None, deterministic: bool) -> Callable:
         named = functools.partial(_call, implementation=implementation)
         is_latent = attend == "sparse_mla"
-        extra: Any = {"value_dim": case.latent} if is_latent else {}
+        lists = LISTS if is_latent else {}
+        extra = {**lists, "value_dim": case.latent} if is_latent else {}
 
         def run(*args: jax.Array) -> tuple[jax.Array, jax.Array]:
             *index, lo, hi, weight = args[:6]
@@ -198,7 +202,9 @@ def _layer_call(select: str, attend: str, loss: str) -> Callable:
             bounds = (selected,) if is_latent else (lo, hi, selected)
             out, lse = named(attend, scale=case.scale, **extra)(*main, *bounds)
             target = (*main[:2], lse)
-            kl = named(loss, scale=case.scale)(target, tuple(index), *bounds, weight)
+            kl = named(loss, scale=case.scale, **lists)(
+                target, tuple(index), *bounds, weight
+            )
             return out, kl
 
         return run
@@ -247,6 +253,7 @@ def _decode_call(case: Case, implementation: str | None, deterministic: bool) ->
         scale=case.scale,
         value_dim=case.latent,
         implementation=implementation,
+        **LISTS,
     )
 
 

@@ -8,7 +8,7 @@ differentiable.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import contract, dispatch
+from pallas_kernels import contract, dispatch, selection
 
 IMPLEMENTATIONS = ("reference", "tpu", "gpu")
 
@@ -63,6 +63,7 @@ def decode_sparse_mla(
     *,
     scale: float,
     value_dim: int,
+    indices_are_sorted: bool = False,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T N C"], Float[Array, "B N T"]]:
     """Attends to the listed rows of the cache; see `sparse_mla`.
@@ -71,11 +72,12 @@ def decode_sparse_mla(
       q: queries of the new tokens, in the latent space.
       kv: cached rows: pages of s rows each, or without a page_table s rows for each of
         the B sequences.
-      indices: distinct positions along the sequence, padded with -1 only at the end;
-        n * s or more counts as -1.
+      indices: positions along the sequence, a set as in `sparse_mla`.
       page_table: page of each run of s tokens of a sequence.
       scale: factor on q . kv.
       value_dim: C; values are the first C of each row.
+      indices_are_sorted: promises lists in the order of `indexer_topk`'s, which saves
+        sorting them; see `pallas_kernels.selection`.
       implementation: see IMPLEMENTATIONS; None for the best one.
 
     Raises:
@@ -86,8 +88,10 @@ def decode_sparse_mla(
     contract.value_dim(name, value_dim, q.shape[-1])
     floats = {"q": (q, "B T N row"), "kv": (kv, "pages s row")}
     integers = {"indices": (indices, "B T K")}
-    _, page_table = _cached(name, floats, integers, page_table)
+    num_keys, page_table = _cached(name, floats, integers, page_table)
     indices = indices.astype(jnp.int32)  # kernels compare them with the last key
+    if not indices_are_sorted:
+        indices = selection.as_sorted(indices, num_keys)
     args = (q, kv, indices, page_table, scale, value_dim)
     op = dispatch.Op("decode", name, IMPLEMENTATIONS, "listed")
     return dispatch.run(op, implementation, args)

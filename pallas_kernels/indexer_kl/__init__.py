@@ -63,6 +63,7 @@ def sparse_indexer_kl_loss(
     weight: Float[Array, "B T"],
     *,
     scale: float,
+    indices_are_sorted: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, ""]:
     """Computes the loss over listed keys, with the main attention in latent form.
@@ -71,9 +72,11 @@ def sparse_indexer_kl_loss(
       main: q [B, T, N, row], kv [B, S, row] and log-sum-exp [B, N, T] of `sparse_mla`
         over the same list.
       index: q [B, T, I, J], k [B, S, J] and head weights [B, T, I] of the indexer.
-      indices: keys of each query, strictly ascending, padded with -1 only at the end.
+      indices: keys of each query, a set as in `sparse_mla`.
       weight: weight of each query; 0 excludes it.
       scale: the main attention's factor on q . kv.
+      indices_are_sorted: promises lists in the order of `indexer_topk`'s, which saves
+        sorting them; see `pallas_kernels.selection`.
       implementation: see IMPLEMENTATIONS; None for the best one.
 
     Raises:
@@ -83,7 +86,7 @@ def sparse_indexer_kl_loss(
     name, (q, kv, lse) = "sparse_indexer_kl_loss", main
     floats = {"main's q": (q, "B T N row"), "main's kv": (kv, "B S row")}
     floats |= _others(lse, index, weight)
-    _, indices = contract.listed(name, floats, indices)
+    _, indices = contract.listed(name, floats, indices, indices_are_sorted)
     index, weight = _exact(index, weight)
     args = (lax.stop_gradient(main), index, indices, weight, scale)
     op = dispatch.Op("indexer_kl", name, IMPLEMENTATIONS, "listed")

@@ -99,13 +99,13 @@ def indexer_scores_at(
     *,
     implementation: str | None = None,
 ) -> Float[Array, "B T K"]:
-    """Scores of the listed keys, 0 for padding; differentiable in q, k, w.
+    """Scores of the listed keys, 0 for no key; differentiable in q, k, w.
 
     Args:
       q: indexer queries, rotated.
       k: indexer keys, normalised and rotated.
       w: head weights, scales included.
-      indices: distinct keys of each query, padded with -1 only at the end.
+      indices: keys of each query, in any order; entries that name no key score 0.
       implementation: see IMPLEMENTATIONS; None for the best one.
 
     Raises:
@@ -113,7 +113,7 @@ def indexer_scores_at(
       NotImplementedError: if a named implementation cannot take the arguments.
     """
     floats = {"q": (q, "B T I J"), "k": (k, "B S J"), "w": (w, "B T I")}
-    _, indices = contract.listed("indexer_scores_at", floats, indices)
+    _, indices = contract.listed("indexer_scores_at", floats, indices, is_sorted=True)
     args = (q, k, w.astype(jnp.float32), indices)
     op = dispatch.Op("indexer_topk", "indexer_scores_at", IMPLEMENTATIONS, "listed")
     return dispatch.run(op, implementation, args)

@@ -21,6 +21,7 @@ def sparse_mla(
     scale: float,
     value_dim: int,
     deterministic: bool = False,
+    indices_are_sorted: bool = False,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T N C"], Float[Array, "B N T"]]:
     """Attends to the listed rows; differentiable in q and kv, through both outputs.
@@ -29,13 +30,15 @@ def sparse_mla(
       q: queries in the latent space, then their rotated part: row = C + R.
       kv: latent, then rotated key, of each token. In float32 beside half-precision q it
         is rounded to q's type, and has a float32 gradient, as sums over devices need.
-      indices: rows of kv, strictly ascending, padded with -1 only at the end; see
-        `pallas_kernels.selection.check_lists`. An empty list gives zeros and a
-        log-sum-exp of zero.
+      indices: rows of kv that each query attends to, a set: order and repetition count
+        for nothing, and entries that name no row, such as -1, are padding. An empty
+        list gives zeros and a log-sum-exp of zero.
       scale: factor on q . kv.
       value_dim: C; values are the first C of each row.
       deterministic: sums the gradient of kv in the same order in every run; costs time
         and memory where atomics are faster.
+      indices_are_sorted: promises lists in the order of `indexer_topk`'s, which saves
+        sorting them; see `pallas_kernels.selection`.
       implementation: see IMPLEMENTATIONS; None for the best one.
 
     Returns:
@@ -46,7 +49,7 @@ def sparse_mla(
       NotImplementedError: if a named implementation cannot take the arguments.
     """
     floats = {"q": (q, "B T N row"), "kv": (kv, "B S row")}
-    known, indices = contract.listed("sparse_mla", floats, indices)
+    known, indices = contract.listed("sparse_mla", floats, indices, indices_are_sorted)
     contract.value_dim("sparse_mla", value_dim, known["row"])
     args = (q, kv, indices, scale, value_dim, deterministic)
     op = dispatch.Op("sparse_mla", "sparse_mla", IMPLEMENTATIONS)

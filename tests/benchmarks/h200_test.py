@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import pathlib
+import subprocess
 import sys
 import time
 from unittest import mock
@@ -42,6 +43,13 @@ for name in names:
     print(name, *["again"] * (fault == "raise"), sep="\\n", flush=True)
     if fault == "raise":
         sys.exit(1)
+"""
+# Imports a script and a module of a site folder; prints where it looks first.
+LOAD = """
+import runpy, sys
+runpy.run_path(sys.argv[1], run_name="loaded")
+import only_there
+print(sys.path[0])
 """
 TIMES = (
     "time+sparse_mla+64+fwd+",
@@ -116,6 +124,16 @@ class FaultsTest(absltest.TestCase):
         code, rows = self.run_with({}, only)
         self.assertEqual(code, 0)
         self.assertTrue(all(row["is_done"] for row in rows.values()))
+
+    def test_a_site_folder_alone_is_named(self):
+        """PYTHONPATH=. before a site folder would hide its packages."""
+        site = pathlib.Path(self.create_tempdir().full_path)
+        (site / "only_there.py").touch()
+        for script in ("h200.py", "h200_child.py"):
+            command = [sys.executable, "-c", LOAD, str(ROOT / "benchmarks" / script)]
+            environ = os.environ | {"PYTHONPATH": str(site)}
+            first = subprocess.check_output(command, cwd="/", env=environ, text=True)
+            self.assertEqual(first.strip(), str(ROOT.resolve()))
 
     def test_unknown_rows_are_named(self):
         with self.assertRaises(SystemExit) as stop:

@@ -6,7 +6,10 @@ import json
 import pathlib
 import re
 import shutil
+import subprocess
+import sys
 import time
+import unittest
 
 from absl import flags
 from absl import logging as absl_logging
@@ -19,6 +22,9 @@ from glm5_jax.checkpoint import __main__ as command
 from glm5_jax.checkpoint import inspection, manifest, retention
 from tests import environment
 from tests.checkpoint import faults_test
+
+READ_ONLY = ("bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc")
+READ_ONLY += ("--ro-bind-try", "/dev/shm", "/dev/shm", "--")  # where tests may write
 
 
 class CommandTest(faults_test.FaultsTestCase):
@@ -163,6 +169,22 @@ class CommandTest(faults_test.FaultsTestCase):
         with self.assertRaisesRegex(config_lib.InputError, message):
             self.run_command(**given)
         self.assertEqual(self.names(), ["1", "2"])
+
+    @unittest.skipIf(shutil.which("bwrap") is None, "needs bubblewrap")
+    def test_a_read_only_disk_is_named_in_one_line(self):
+        line = r"error: .*Read-only file system.*\n$"
+        for words in (["--roll_back=1"], ["--prune", "--keep=1", "--yes"]):
+            command = [sys.executable, "-m", "glm5_jax.checkpoint", *words]
+            found = subprocess.run(
+                [*READ_ONLY, *command, f"--checkpoint={self.folder}"],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            self.assertEqual(found.returncode, 2, found.stderr)
+            self.assertRegex(found.stderr, line)
+            self.assertNotIn("Traceback", found.stderr)
+            self.assertEqual(self.names(), ["1", "2"])
 
     def test_a_checkpoint_must_be_named(self):
         with self.assertRaisesRegex(flags.IllegalFlagValueError, "--checkpoint"):

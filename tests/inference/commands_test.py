@@ -126,6 +126,13 @@ class GenerateTest(CommandCase):
         self.generate(commands.Prompt(tokens=self.save([[8, 9]])), tokens_out=out)
         np.testing.assert_array_equal(np.load(out), [[8, 9, 1]])
 
+    def test_texts_are_shown_although_the_disk_is_full(self):
+        self.tokenizer, self.new = None, [[1, 2]]
+        shown, prompt = [], commands.Prompt(tokens=self.save([8, 9]))
+        with self.assertRaisesRegex(OSError, "/dev/full cannot be written"):
+            self.generate(prompt, tokens_out="/dev/full", show=shown.extend)
+        self.assertEqual(shown, ["8 9 1 2"])
+
     def test_processes_compare_all_that_they_were_given(self):
         """Each of these calls would draw something else."""
         prompts = commands.Prompt(text="a"), commands.Prompt(text="b")

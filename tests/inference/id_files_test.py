@@ -2,6 +2,10 @@
 
 import pathlib
 import pickle
+import shutil
+import subprocess
+import sys
+import unittest
 
 import numpy as np
 from absl.testing import parameterized
@@ -9,6 +13,22 @@ from absl.testing import parameterized
 from glm5_jax import config as config_lib
 from glm5_jax.inference import id_files
 from tests import environment
+
+FULL_DISK = """
+import os
+from glm5_jax.inference import id_files
+for write in (
+    lambda: id_files.save_rows("ids", [[1] * 99_999], 0, True),
+    lambda: id_files.room_for_logits("logits", (1, 99, 999)),
+):
+    try:
+        write()
+    except OSError as error:
+        print(error.errno, error)
+fits = id_files.room_for_logits("fits", (1, 3, 5))
+print(fits.shape, fits.sum())
+print(sorted(os.listdir()))
+"""
 
 
 class Touch:
@@ -63,6 +83,24 @@ class IdFilesTest(parameterized.TestCase):
         np.testing.assert_array_equal(np.load(self.path), wanted)
         id_files.save_rows(self.path, [[1, 2]], 9, True)
         np.testing.assert_array_equal(np.load(self.path), [1, 2])
+
+    @unittest.skipIf(shutil.which("bwrap") is None, "needs bubblewrap")
+    def test_a_full_disk_keeps_no_part_of_a_result(self):
+        """A disk of 64 KiB. Logits without blocks would end the process by SIGBUS."""
+        words = ("--size", "65536", "--tmpfs", "/mnt", "--chdir", "/mnt")
+        box = ("bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc")
+        command = [*box, *words, sys.executable, "-c", FULL_DISK]
+        found = subprocess.run(command, capture_output=True, text=True, check=False)
+        self.assertEqual(found.returncode, 0, found.stderr)
+        ids, logits, fits, left = found.stdout.splitlines()
+        for line, name in ((ids, "ids"), (logits, "logits")):
+            self.assertRegex(line, rf"^28 .*{name} cannot be written \(.*(ed|space)")
+        self.assertEqual((fits, left), ("(1, 3, 5) 0.0", "['fits']"))
+
+    def test_a_device_that_cannot_be_written_stays(self):
+        with self.assertRaisesRegex(OSError, "/dev/full cannot be written"):
+            id_files.save_rows("/dev/full", [[1] * 99], 0, True)
+        self.assertTrue(pathlib.Path("/dev/full").exists())
 
     def test_a_place_for_a_result(self):
         id_files.require_folder_of(None)

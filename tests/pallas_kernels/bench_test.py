@@ -55,6 +55,24 @@ class BenchTest(parameterized.TestCase):
         self.assertEqual(out.count("\n"), 3 + len(rows))
         self.assertGreater(files[1].stat().st_size, 1000)
 
+    def test_a_step_of_decoding_is_a_hundredth_of_a_program(self):
+        """A step takes as long as its dispatch, so one program runs many."""
+        programs = []
+
+        def milliseconds(run, samples):
+            programs.append(run.func.as_text())
+            return {"median_ms": 50.0}
+
+        self.enter_context(mock.patch.object(measure, "_milliseconds", milliseconds))
+        for op, want in (("decode_sparse_mla", 0.5), ("indexer_topk", 50.0)):
+            job = measure.Job(op, 32, "fwd", small=True)
+            names = operations.OPERATIONS[op].inputs
+            args = operations.make(job.case, names, job.pattern, job.lists)
+            found = measure._timed(job, "reference", args, 1)
+            self.assertEqual(found["median_ms"], want)
+        trips = ['"known_trip_count":{"n":"100"}' in text for text in programs]
+        self.assertEqual(trips, [True, False])
+
     def test_captured_lists_are_the_attended_keys(self):
         folder = pathlib.Path(self.create_tempdir().full_path)
         own = np.full((16, 64), -1, np.int32)

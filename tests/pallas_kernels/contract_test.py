@@ -230,7 +230,7 @@ class BoundsTest(parameterized.TestCase):
     def test_a_list_names_keys_that_there_are(self):
         rows = jnp.asarray([[[0, S - 1, S, S + 10]] * T])
         floats = {"kv": (inputs()["kv"], "B S row")}
-        _, got = contract.listed("op", floats, rows)
+        _, got = contract.listed("op", floats, rows, is_sorted=True)
         np.testing.assert_array_equal(got, [[[0, S - 1, -1, -1]] * T])
         self.assertEqual(got.dtype, jnp.int32)
 
@@ -260,6 +260,66 @@ def cut(x):
     sizes = {"sizes": jnp.asarray([4, 1, 15])}
     lists = x["indices"].at[:, :, -1].set(-1)
     return x | sizes | {"hi": jnp.asarray(ends, jnp.int32), "indices": lists}
+
+
+def tangled(rng, rows, num_keys):
+    """Returns lists of the same sets of keys in a form that no kernel can read.
+
+    Half of each list's keys come again, and entries of no key stand between them.
+    """
+    again = [rng.choice(row[row >= 0], (row >= 0).sum() // 2) for row in rows]
+    none = rng.choice([-1, -7, num_keys, num_keys + 9], (len(rows), 6))
+    lists = [np.concatenate(parts) for parts in zip(rows, again, none, strict=True)]
+    return np.stack([rng.permutation(row) for row in lists])
+
+
+class ListsTest(parameterized.TestCase):
+    """An order of kernels' lists is the wrapper's part, unless a caller has it."""
+
+    @parameterized.parameters((1, 1), (5, 40), (64, 40), (40, 40))
+    def test_lists_are_put_in_order(self, num_entries, num_keys):
+        rng = np.random.default_rng(0)
+        given = rng.integers(-5, num_keys + 5, (2, 3, num_entries))
+        got = jax.jit(selection.as_sorted, static_argnums=1)(given, num_keys)
+        selection.check_lists(got, num_keys)
+        for g, x in zip(got.reshape(6, -1), given.reshape(6, -1), strict=True):
+            keys = sorted({*x.tolist()} & {*range(num_keys)})
+            want = keys + [-1] * (num_entries - len(keys))
+            np.testing.assert_array_equal(g, want)
+
+    @parameterized.parameters("tiled", "reference", "gpu_interpret")
+    def test_a_list_is_a_set(self, name):
+        if name == "gpu_interpret" and not sparse_mla_gpu_test.CAN_INTERPRET:
+            self.skipTest("needs triton, torch and TRITON_INTERPRET=1")
+        rng, x = np.random.default_rng(0), inputs()
+        rows = np.array(x["indices"][0])
+        rows = tangled(rng, rows, S)[None]
+        ordered = {"indices": selection.as_sorted(jnp.asarray(rows), S)}
+        self.assertEqual(int((ordered["indices"] >= 0).sum()), T * K)
+
+        def results(x, **options):
+            how = {"implementation": name, **options}
+
+            def attended(q, kv):
+                out, lse = sparse_mla(x | {"q": q, "kv": kv}, **how)
+                return jnp.sum(jnp.sin(out)) + jnp.sum(lse), (out, lse)
+
+            def divergence(q, k):
+                return sparse_indexer_kl_loss(x | {"q_index": q, "k_index": k}, **how)
+
+            found = [
+                jax.value_and_grad(attended, (0, 1), has_aux=True)(x["q"], x["kv"]),
+                jax.value_and_grad(divergence, (0, 1))(x["q_index"], x["k_index"]),
+            ]
+            if name != "tiled":
+                found.append(decode_sparse_mla(x, **how))
+            return found
+
+        got = compiled(results, x | {"indices": jnp.asarray(rows)})
+        want = compiled(results, x | ordered, indices_are_sorted=True)
+        for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            self.assertGreater(np.abs(w).max(), 0)
+            np.testing.assert_array_equal(g, w)
 
 
 class EmptyTest(parameterized.TestCase):

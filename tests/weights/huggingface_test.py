@@ -536,6 +536,12 @@ class ConfigTest(FolderCase):
     def test_other_spellings(self):
         config = self.changed(rope_parameters=None, rope_theta=5e5, eos_token_id=7)
         self.assertEqual((config.rope_theta, config.eos_token_id), (5e5, (7,)))
+        # As GlmMoeDsaConfig of transformers 5.23.0 reads them.
+        plain = config.rope_scaling
+        self.assertEqual(plain.rope_type, "default")
+        for given, theta in (({}, 1e4), ({"rope_theta": 5e5}, 5e5)):
+            config = self.changed(rope_parameters={}, **given)
+            self.assertEqual((config.rope_theta, config.rope_scaling), (theta, plain))
         types = ["full", "shared", "full", "full", "shared"]
         self.assertEqual(self.changed(indexer_types=types).index_topk_pattern, "FSFFS")
         config = self.changed(indexer_types=None, index_topk_pattern=types)

@@ -189,7 +189,12 @@ def _indexer_kl(
     projections, scale = tuple(index.projections), config.softmax_scale
     if isinstance(selection, selection_lib.Listed):
         loss = pallas_kernels.sparse_indexer_kl_loss(
-            attention, projections, selection.indices, weight=weight, scale=scale
+            attention,
+            projections,
+            selection.indices,
+            weight=weight,
+            scale=scale,
+            indices_are_sorted=True,
         )
     else:
         mask = selection_lib.dense_argument(selection)

@@ -104,16 +104,17 @@ def _attend(
     """Attends in the latent space to the selected rows, or to all visible ones."""
     form, selection = cache_rows.of_latents(config), reader.shared
     sizes = {"scale": config.softmax_scale, "value_dim": config.kv_lora_rank}
+    listed = {**sizes, "indices_are_sorted": True}
     if isinstance(selection, selection_lib.Listed):
         if q.shape[1] <= FEW:
             if form.kind is not None:
-                return _attend_to_copies(reader, form, q, selection.indices, sizes)
+                return _attend_to_copies(reader, form, q, selection.indices, listed)
             rows, page_table = reader.pages("kv")
             return pallas_kernels.decode_sparse_mla(
-                q, rows, selection.indices, page_table, **sizes
+                q, rows, selection.indices, page_table, **listed
             )[0]
         rows = form.restore(reader.sequences("kv"))
-        return pallas_kernels.sparse_mla(q, rows, selection.indices, **sizes)[0]
+        return pallas_kernels.sparse_mla(q, rows, selection.indices, **listed)[0]
     rows = form.restore(reader.sequences("kv"))
     return attend_to_visible(q, rows, context.lo, context.hi, **sizes)
 

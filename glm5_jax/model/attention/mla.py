@@ -154,6 +154,7 @@ def listed(
         selection.indices,
         scale=config.softmax_scale,
         value_dim=config.kv_lora_rank,
+        indices_are_sorted=True,
     )
     return from_latent(params, mixed), Softmax(q, rows, lse)
 
