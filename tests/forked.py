@@ -19,11 +19,13 @@ PROCESSES = multiprocessing.get_context("forkserver")
 # Libraries, and no command of the package: each defines its flags as it starts.
 PROCESSES.set_forkserver_preload(
     [
+        "gcsfs",
         "glm5_jax.inference.commands",
         "glm5_jax.scale.compiled.report",
         "glm5_jax.scale.plan.planner",
         "glm5_jax.training.loop",
         "glm5_jax.weights.conversion",
+        "s3fs",
         "tests.processes.worker",
     ]
 )

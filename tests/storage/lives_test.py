@@ -7,18 +7,32 @@ from unittest import mock
 
 from glm5_jax.checkpoint import rollback
 from glm5_jax.storage import kept
+from glm5_jax.training.feeds import corpus
 from glm5_jax.training.reporting import metrics
 from tests import environment, forked
 from tests.storage import emulators
 from tests.training import kill_test
 
+HELD = 6  # steps of the life that is killed: it does not end before
 
-def live(config, address, compiled, environ):
-    """Starts or resumes the run, in a child, on the machine of `environ`."""
+
+def live(config, address, compiled, environ, last):
+    """Starts or resumes the run, in a child, on the machine of `environ`.
+
+    It draws no more than `last` batches, and waits to be killed then.
+    """
     os.environ.update(environ)
     emulators.configure(environ)
+    draw = corpus.Corpus.next
+
+    def held(feed, params, position):
+        if position >= last:
+            time.sleep(kill_test.SECONDS)
+        return draw(feed, params, position)
+
     with (
         mock.patch.object(kept, "SECONDS", 0.1),
+        mock.patch.object(corpus.Corpus, "next", held),
         kept.in_step(address) as workdir,
     ):
         kill_test.live(config, workdir, compiled)
@@ -37,12 +51,11 @@ class LivesTest:
         cls.environ = cls.enterClassContext(environ)
         cls.address = f"{cls.scheme}://bucket/run"
 
-    def start(self, workdir):
+    def start(self, workdir, last=num_steps):
         if not isinstance(workdir, str):
             return super().start(workdir)
-        child = forked.PROCESSES.Process(
-            target=live, args=(self.config, workdir, self.compiled, self.environ)
-        )
+        given = self.config, workdir, self.compiled, self.environ, last
+        child = forked.PROCESSES.Process(target=live, args=given)
         child.start()
         self.addCleanup(child.kill)
         return child
@@ -71,12 +84,12 @@ class LivesTest:
 
     def test_a_machine_dies_a_bit_flips_and_the_run_is_rolled_back(self):
         self.finish(self.root / "local")
-        child = self.start(self.address)
+        child = self.start(self.address, HELD)
         deadline = time.monotonic() + kill_test.SECONDS
         while len(self.sealed()) < 2:
             self.assertTrue(child.is_alive())
             self.assertLess(time.monotonic(), deadline)
-            time.sleep(0.02)
+            time.sleep(0.1)
         child.kill()
         child.join()
         self.lose_the_machine()
