@@ -94,6 +94,8 @@ TOGETHER = {
     "processes/together_test.py": "processes/commands_test.py",
     "serving/flags_test.py": "processes/commands_test.py",
     "serving/new_weights_test.py": "processes/commands_test.py",
+    "storage/commands_test.py": "processes/commands_test.py",
+    "storage/lives_test.py": "processes/commands_test.py",
     "training/kill_test.py": "processes/commands_test.py",
     "weights/conversion_test.py": "processes/commands_test.py",
     "weights/loading_test.py": "processes/commands_test.py",
