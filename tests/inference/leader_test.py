@@ -1,6 +1,8 @@
 """What process 0 makes of what the others say of new weights."""
 
 import json
+import pickle
+import signal
 from unittest import mock
 
 import jax
@@ -34,6 +36,29 @@ class ComingTest(parameterized.TestCase):
     def test_one_has_not(self, kind, message, *said):
         with self.assertRaisesRegex(kind, message):
             self.wait(*said)
+
+
+class FollowTest(parameterized.TestCase):
+    @parameterized.parameters(signal.SIGTERM, signal.SIGINT)
+    def test_signals_are_left_to_process_0(self, number):
+        """A cluster sends them to all processes, of which this one waits for calls."""
+        for each in (signal.SIGTERM, signal.SIGINT):
+            self.addCleanup(signal.signal, each, signal.getsignal(each))
+
+        def heard(name):
+            signal.raise_signal(number)
+            yield pickle.dumps((setattr, ("asked", 7)))
+            yield pickle.dumps(None)
+            self.fail("it was dismissed")
+
+        engine = mock.create_autospec(leader.Member, instance=True)
+        with (
+            mock.patch.object(calls, "heard", heard),
+            self.assertLogs("absl", "INFO") as said,
+        ):
+            leader.follow(engine)
+        self.assertIn(f"{number.name}: process 0 ends the server", said.output[0])
+        self.assertEqual(engine.asked, 7)
 
 
 if __name__ == "__main__":
