@@ -16,6 +16,7 @@ import urllib.request
 
 import pytest
 
+from glm5_jax.checkpoint import rollback
 from tests import environment
 from tests.processes import launch
 from tests.training import kill_test
@@ -120,7 +121,7 @@ class MountTest(kill_test.LivesTest):
         keys = self.objects(r"run/checkpoints/\d+/manifest.json")
         return sorted(int(key.split("/")[2]) for key in keys)
 
-    def test_a_host_dies_with_its_mount_and_a_bit_flips_in_the_bucket(self):
+    def test_a_host_dies_a_bit_flips_in_the_bucket_and_the_run_is_rolled_back(self):
         self.finish(self.root / "local")
         folder, mount = self.mount("first")
         child = self.start(folder / "run")
@@ -136,7 +137,14 @@ class MountTest(kill_test.LivesTest):
         body[len(body) // 2] ^= 1
         self.store.put_object(Bucket=BUCKET, Key=key, Body=bytes(body))
         self.finish(folder / "run")
-        self.assertIn(f"{newest}.damaged", os.listdir(folder / "run" / "checkpoints"))
+        there = os.listdir(folder / "run" / "checkpoints")
+        self.assertIn(f"{newest}.damaged", there)
+        self.assert_same_end(self.root / "local", folder / "run")
+        before, last = sorted(int(name) for name in there if name.isdecimal())[-2:]
+        _, aside = rollback.by_hand(folder / "run", before, 0)
+        self.assertEqual((aside, self.sealed()[-1]), ([last], before))
+        self.finish(folder / "run")
+        self.assertEqual(self.sealed()[-1], last)
         self.assert_same_end(self.root / "local", folder / "run")
 
 
