@@ -59,7 +59,8 @@ def room_for_logits(path: str, shape: tuple[int, ...]) -> Float[np.ndarray, "*n"
     """
     with _written(path) as file:
         logits = np.lib.format.open_memmap(path, "w+", np.float32, shape)
-        os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
+        if hasattr(os, "posix_fallocate"):  # macOS has none
+            os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
     return logits
 
 
