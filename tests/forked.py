@@ -19,7 +19,6 @@ PROCESSES = multiprocessing.get_context("forkserver")
 # Libraries, and no command of the package: each defines its flags as it starts.
 PROCESSES.set_forkserver_preload(
     [
-        "gcsfs",
         "glm5_jax.inference.commands",
         "glm5_jax.scale.compiled.report",
         "glm5_jax.scale.plan.planner",
