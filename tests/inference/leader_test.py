@@ -3,12 +3,14 @@
 import json
 import pickle
 import signal
+import threading
 from unittest import mock
 
 import jax
 from absl.testing import parameterized
 
 from glm5_jax import config
+from glm5_jax.inference import engine as engine_lib
 from glm5_jax.inference import leader
 from glm5_jax.processes import calls
 from tests import environment
@@ -36,6 +38,37 @@ class ComingTest(parameterized.TestCase):
     def test_one_has_not(self, kind, message, *said):
         with self.assertRaisesRegex(kind, message):
             self.wait(*said)
+
+
+class MemberTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.member = object.__new__(leader.Member)  # an engine of no model
+        self.enterContext(mock.patch.object(calls, "answer"))
+        publish = mock.patch.object(engine_lib.Engine, "publish")
+        self.published = self.enterContext(publish)
+
+    def read(self, number, read):
+        self.member.begin_to_read(number, read)
+        for thread in threading.enumerate():
+            if thread.name == "new weights":
+                thread.join()
+
+    def test_the_weights_that_were_read_are_taken_once(self):
+        self.read(4, lambda engine: {"w": 1})
+        self.member.take(4, 9)
+        self.published.assert_called_once_with(self.member, {"w": 1}, 9)
+        with self.assertRaisesRegex(config.InputError, "read meanwhile"):
+            self.member.take(4, 9)
+
+    def test_others_than_the_last_ones_are_refused(self):
+        self.read(4, lambda engine: {"w": 1})
+        self.read(5, lambda engine: {"w": 2})
+        with self.assertRaisesRegex(config.InputError, "read meanwhile"):
+            self.member.take(4, 9)
+        self.published.assert_not_called()
+        self.member.take(5, 9)
+        self.published.assert_called_once_with(self.member, {"w": 2}, 9)
 
 
 class FollowTest(parameterized.TestCase):

@@ -418,14 +418,16 @@ class FleetTest(parameterized.TestCase):
         (body,) = [body for path, body in router.told if path == fleet_lib.FINISH]
         self.assertEqual(body.get("clear_cache"), clears or None)
 
-    def test_servers_of_another_model_end_the_run_at_once(self):
-        router = Router(["ready"], takes=False, refusal=400)
+    @parameterized.parameters(400, 401, 403, 404, 413, 422)
+    def test_what_no_wait_would_mend_ends_the_run_at_once(self, refusal):
+        """Servers of another model, or that want another key."""
+        router = Router(["ready"], takes=False, refusal=refusal)
 
         async def run():
             async with served(*router.routes()) as (url, session):
-                await fleet_lib.Fleet(session, url).publish("folder", 5)
+                await fleet_lib.Fleet(session, url).publish("folder", 5, seconds=5.0)
 
-        words = r"refuse version 5 \(400\): .*no"
+        words = rf"refuse version 5 \({refusal}\): .*no"
         with self.assertRaisesRegex(completer.EngineError, words):
             asyncio.run(run())
 
