@@ -631,7 +631,7 @@ class ManyTest(parameterized.TestCase):
 
     def wait_for_threads(self):
         """Those of calls end soon after them; nobody else waits for it."""
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60  # on a machine under load
         while names := [
             thread.name
             for thread in threading.enumerate()

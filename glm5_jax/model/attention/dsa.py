@@ -188,13 +188,9 @@ def _indexer_kl(
     assert index.projections is not None
     projections, scale = tuple(index.projections), config.softmax_scale
     if isinstance(selection, selection_lib.Listed):
+        options = {"scale": scale, "indices_are_sorted": True}
         loss = pallas_kernels.sparse_indexer_kl_loss(
-            attention,
-            projections,
-            selection.indices,
-            weight=weight,
-            scale=scale,
-            indices_are_sorted=True,
+            attention, projections, selection.indices, weight, **options
         )
     else:
         mask = selection_lib.dense_argument(selection)
