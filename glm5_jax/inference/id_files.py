@@ -74,7 +74,8 @@ def _written(path: str) -> Iterator[io.FileIO]:
             if pathlib.Path(path).is_file():  # no device, such as /dev/full
                 os.unlink(path)
             code = error.errno or errno.ENOSPC  # numpy's own errors have none
-            raise OSError(code, f"{path} cannot be written ({error})") from error
+            why = error.strerror or error
+            raise OSError(code, f"{path} cannot be written ({why})") from error
 
 
 def require_folder_of(path: str | None) -> None:

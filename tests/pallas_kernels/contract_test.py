@@ -274,7 +274,7 @@ def tangled(rng, rows, num_keys):
 
 
 class ListsTest(parameterized.TestCase):
-    """An order of kernels' lists is the wrapper's part, unless a caller has it."""
+    """Ops put lists in order for their kernels, unless the caller says they are."""
 
     @parameterized.parameters((1, 1), (5, 40), (64, 40), (40, 40))
     def test_lists_are_put_in_order(self, num_entries, num_keys):
@@ -320,6 +320,33 @@ class ListsTest(parameterized.TestCase):
         for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             self.assertGreater(np.abs(w).max(), 0)
             np.testing.assert_array_equal(g, w)
+
+    @parameterized.parameters("tiled", "reference", "gpu_interpret")
+    def test_scores_of_lists_follow_their_entries(self, name):
+        """In any order, keys that come again included; entries of no key score 0."""
+        if name == "gpu_interpret" and not sparse_mla_gpu_test.CAN_INTERPRET:
+            self.skipTest("needs triton, torch and TRITON_INTERPRET=1")
+        x = inputs()
+        rows = tangled(np.random.default_rng(0), np.array(x["indices"][0]), S)
+        q, k, w = (np.float64(x[n][0]) for n in ("q_index", "k_index", "w"))
+        all_scores = np.einsum("ti,tsi->ts", w, np.maximum(q @ k.T, 0).swapaxes(1, 2))
+        is_key = (rows >= 0) & (rows < S)
+        want = np.take_along_axis(all_scores, np.where(is_key, rows, 0), 1) * is_key
+        # The gradient of a sum of squares in the keys, from the scores by hand.
+        slopes = np.zeros_like(all_scores)
+        np.add.at(slopes, (np.arange(T)[:, None], np.where(is_key, rows, 0)), 2 * want)
+        active = w[:, :, None] * (q @ k.T > 0)
+        d_keys = np.einsum("ts,tis,tij->sj", slopes, active, q)
+
+        def squares(k, x):
+            got = indexer_scores_at(x | {"k_index": k}, implementation=name)
+            return jnp.sum(got**2), got
+
+        lists = x | {"indices": jnp.asarray(rows)[None]}
+        run = jax.value_and_grad(squares, has_aux=True)
+        (_, got), d_k = compiled(lambda x: run(x["k_index"], x), lists)
+        np.testing.assert_allclose(got[0], want, rtol=1e-4, atol=1e-3)
+        np.testing.assert_allclose(d_k[0], d_keys, rtol=1e-3, atol=1e-2)
 
 
 class EmptyTest(parameterized.TestCase):
