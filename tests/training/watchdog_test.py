@@ -11,6 +11,7 @@ from absl.testing import absltest
 from glm5_jax.training.run import watchdog as watchdog_lib
 from tests import environment
 
+LONG = 1000.0  # seconds
 ROOT = pathlib.Path(__file__).parent.parent.parent
 HANGS = """
 import pathlib, sys, time
@@ -49,18 +50,36 @@ class WatchdogTest(absltest.TestCase):
         self.assertEqual(watchdog.limit, 900)
 
     def test_a_save_may_take_its_time(self):
-        watchdog, end = make_watchdog(0.05)
+        watchdog, end = make_watchdog(0.05)  # looks every 5 ms
+        watchdog.beat(LONG)  # allows more than a slow machine takes between two lines
         with watchdog:
             with watchdog.paused():
+                watchdog._last -= 20 * LONG
                 time.sleep(0.3)
             end.assert_not_called()
-            watchdog._last = 0.0  # long ago
+            watchdog._last -= 20 * LONG
             wait_for(lambda: end.called)
+
+    def test_a_pause_that_ends_while_the_watchdog_looks(self):
+        watchdog, end = make_watchdog(0.05)
+        looks = mock.patch.object(watchdog._is_over, "wait", side_effect=[False, True])
+        pause = watchdog.paused()
+        pause.__enter__()
+        watchdog._last -= 20 * LONG
+
+        def ends_the_pause():
+            pause.__exit__(None, None, None)
+            return LONG
+
+        limit = mock.PropertyMock(side_effect=ends_the_pause)
+        with mock.patch.object(watchdog_lib.Watchdog, "limit", limit), looks:
+            watchdog._watch()
+        end.assert_not_called()
 
     def test_no_limit(self):
         watchdog, end = make_watchdog(0.0)
         with watchdog:
-            watchdog._last = 0.0
+            watchdog._last -= LONG
             time.sleep(0.1)
         end.assert_not_called()
 

@@ -73,8 +73,10 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._is_over.wait(min(self._min_seconds / 10, 5.0)):
+            if self._is_paused:  # asked first: the beat that ends a pause comes before
+                continue
             waited = time.monotonic() - self._last
-            if waited > self.limit and not self._is_paused:
+            if waited > self.limit:
                 self._end(waited)
 
     def _end(self, waited: float) -> None:
