@@ -2,9 +2,10 @@
 
 A tensor core's instruction says how many rows, columns and depth it multiplies, and who
 issues it: a warp (HMMA), a group of four (HGMMA) or one thread for the whole program
-(UTCHMMA, Blackwell's). Where a tile has fewer rows than a program's warps cover,
-several warps compute the same rows: then the instructions multiply more than the source
-asks for. Only products within loops are counted, as all kernels here have them.
+(UTCHMMA, Blackwell's); with Q for H, 8-bit numbers. Where a tile has fewer rows than a
+program's warps cover, several warps compute the same rows: then the instructions
+multiply more than the source asks for. Only products within loops are counted, as all
+kernels here have them.
 """
 
 import collections
@@ -113,10 +114,10 @@ def _product(line: str, warps: int, constants: dict[str, int]) -> _Product | Non
     elif shape := re.search(r"\b([A-Z]MMA)\.(16)(8)(\d+)\.", line):
         name, issuers = shape[1], warps
         rows, columns, depth = map(int, shape.groups()[1:])
-    elif shape := re.search(r"\b(UTCHMMA) .*idesc\[(UR\d+)\]", line):
+    elif shape := re.search(r"\b(UTC[HQ]MMA) .*idesc\[(UR\d+)\]", line):
         # The PTX manual, "Instruction descriptor".
         described = constants[shape[2]]
-        name, issuers, depth = shape[1], 1, 16
+        name, issuers, depth = shape[1], 1, 32 if shape[1] == "UTCQMMA" else 16
         rows, columns = (described >> 24 & 0x1F) * 16, (described >> 17 & 0x3F) * 8
     else:
         return None

@@ -118,6 +118,14 @@ def run(op: Op, implementation: str | None, args: tuple) -> Any:
     return _choose(op, implementation, args)(*varying.alike(args))
 
 
+def would_run(op: Op, name: str, implementation: str | None, args: tuple) -> bool:
+    """Returns whether `run` would call the kernel `name`, or refuse to by its name."""
+    if implementation is not None:
+        return implementation.removesuffix(INTERPRETED) == name
+    is_here = platform() == name and not _is_empty(args) and _missing(name) is None
+    return is_here and op.unsupported(name, args) is None
+
+
 def _choose(op: Op, implementation: str | None, args: tuple) -> Callable:
     if implementation is None:
         return _best(op, args)

@@ -164,9 +164,9 @@ def _interpreted(
 def _mended_interpreter() -> Iterator[None]:
     """Fixes Triton 3.6's interpreter for bfloat16 products, float8 and numpy 2.4.
 
-    The original multiplies bfloat16 as integers, truncates instead of rounding to it,
-    and reads float8 wrongly. Its loop bounds are arrays of one element, which numpy 2.4
-    does not convert to int.
+    The original multiplies bfloat16 and float8 as integers, truncates instead of
+    rounding to bfloat16, and reads float8 wrongly. Its loop bounds are arrays of one
+    element, which numpy 2.4 does not convert to int.
     """
     from triton.runtime import interpreter
 
@@ -192,9 +192,10 @@ def _mended_interpreter() -> Iterator[None]:
         return dot(self, widened(a), widened(b), *args)
 
     def widened(x: Any) -> Any:
-        if x.dtype.name != "bf16":
+        narrow = {"bf16": ml_dtypes.bfloat16, "fp8e4nv": ml_dtypes.float8_e4m3fn}
+        if x.dtype.name not in narrow:
             return x
-        floats = x.data.view(ml_dtypes.bfloat16).astype(np.float32)
+        floats = x.data.view(narrow[x.dtype.name]).astype(np.float32)
         return interpreter.TensorHandle(floats, triton.language.float32)
 
     with (

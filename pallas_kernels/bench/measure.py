@@ -96,7 +96,8 @@ def runnable(op: str, mode: str) -> bool:
 def floor(job: Job, chip: chips.Chip) -> dict[str, Any]:
     """Returns an op's FLOPs and bytes, and the least time that a chip needs."""
     needed = work(job)
-    matrix = needed["flops"] / chip.reachable_tflops / 1e9
+    rate = operations.OPERATIONS[job.op].rate * chip.reachable_tflops
+    matrix = needed["flops"] / rate / 1e9
     memory = needed["bytes"] / chip.reachable_tbps / 1e9
     bound = "matrix" if matrix > memory else "memory"
     return needed | {"bound": bound, "floor_ms": max(matrix, memory)}

@@ -20,6 +20,7 @@ from pallas_kernels.cases import Case
 
 # Inputs with a row per query.
 OF_QUERIES = ("q", "q_latent", "q_index", "w", "lo", "hi", "indices", "bits", "weight")
+OF_QUERIES += ("q_index_fp8",)
 LATENT_BYTES = 2  # bfloat16
 LISTS: dict[str, Any] = {"indices_are_sorted": True}  # as a selection gives them
 
@@ -36,6 +37,7 @@ class Operation:
     call: Callable[[Case, str | None, bool], Callable]
     work: Callable[[Case], tuple[float, float, float, float]]
     differentiable: tuple[int, ...] = ()  # inputs that have a gradient
+    rate: int = 1  # of its products on tensor cores, over bfloat16's
 
     @property
     def has_rows(self) -> bool:
@@ -93,6 +95,8 @@ def _input(case: Case, name: str, pattern: str, lists: Any) -> jax.Array:
         return jax.jit(lambda key: cases.lists(case, uniform(key), pattern))(key)
     if name in ("lo", "hi", "weight"):
         return cases.make(case, name, pattern=pattern)[0]
+    if name == "k_exponents":
+        return jax.random.randint(key, wanted.shape, -3, 3, jnp.int8)
     if name == "experts_int8":
         return jax.random.randint(key, wanted.shape, -127, 128, jnp.int8)
     if name == "scales":
@@ -111,9 +115,23 @@ def _index_call(name: str) -> Callable:
     )
 
 
-def _indexer_work(case: Case) -> tuple[float, float, float, float]:
+def _codes_call(name: str) -> Callable:
+    def build(case: Case, implementation: str | None, deterministic: bool) -> Callable:
+        options = {"topk": case.topk, "implementation": implementation}
+
+        def run(q: jax.Array, k: jax.Array, k_exponents: jax.Array, *rest: Any) -> Any:
+            return _call(name, k_exponents=k_exponents, **options)(q, k, *rest)
+
+        return run
+
+    return build
+
+
+def _indexer_work(
+    case: Case, inputs: tuple[str, ...] = ("q_index", "k_index", "w")
+) -> tuple[float, float, float, float]:
     flops = pairs(case) * 2 * case.index_heads * case.index_dim
-    return flops, size(case, "q_index", "k_index", "w", "indices"), 0.0, 0.0
+    return flops, size(case, *inputs, "indices"), 0.0, 0.0
 
 
 def _scores_at_work(case: Case) -> tuple[float, float, float, float]:
@@ -237,11 +255,6 @@ def _plain_call(name: str) -> Callable:
     )
 
 
-def _decode_topk_work(case: Case) -> tuple[float, float, float, float]:
-    flops = pairs(case) * 2 * case.index_heads * case.index_dim
-    return flops, size(case, "q_index", "k_index", "indices"), 0.0, 0.0
-
-
 def _decode_work(case: Case) -> tuple[float, float, float, float]:
     flops, moved, *_ = _sparse_work(case)
     return flops, moved, 0.0, 0.0
@@ -258,9 +271,16 @@ def _decode_call(case: Case, implementation: str | None, deterministic: bool) ->
 
 
 _INDEX = ("q_index", "k_index", "w")
+_CODES = ("k_index_fp8", "k_exponents")
 OPERATIONS = {
     "indexer_topk": Operation(
         (*_INDEX, "lo", "hi"), _index_call("indexer_topk"), _indexer_work
+    ),
+    "indexer_topk_fp8": Operation(
+        ("q_index_fp8", *_CODES, "w", "lo", "hi"),
+        _codes_call("indexer_topk"),
+        functools.partial(_indexer_work, inputs=("q_index_fp8", *_CODES, "w")),
+        rate=2,
     ),
     "indexer_bits": Operation(
         (*_INDEX, "lo", "hi"), _index_call("indexer_bits"), _indexer_work
@@ -323,7 +343,12 @@ OPERATIONS = {
         (0,),
     ),
     "decode_indexer_topk": Operation(
-        (*_INDEX, "lo", "hi"), _index_call("decode_indexer_topk"), _decode_topk_work
+        (*_INDEX, "lo", "hi"), _index_call("decode_indexer_topk"), _indexer_work
+    ),
+    "decode_indexer_topk_fp8": Operation(
+        ("q_index", *_CODES, "w", "lo", "hi"),
+        _codes_call("decode_indexer_topk"),
+        functools.partial(_indexer_work, inputs=("q_index", *_CODES, "w")),
     ),
     "decode_sparse_mla": Operation(
         ("q_latent", "kv", "indices"), _decode_call, _decode_work

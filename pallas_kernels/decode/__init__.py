@@ -8,9 +8,10 @@ differentiable.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import contract, dispatch, selection
+from pallas_kernels import contract, dispatch, eight_bits, selection
 
 IMPLEMENTATIONS = ("reference", "tpu", "gpu")
+_TOPK = dispatch.Op("decode", "decode_indexer_topk", IMPLEMENTATIONS, "dense")
 
 
 def decode_indexer_topk(
@@ -22,6 +23,7 @@ def decode_indexer_topk(
     page_table: Int[Array, "B n"] | None = None,
     *,
     topk: int,
+    k_exponents: Int[Array, "pages s"] | None = None,
     implementation: str | None = None,
 ) -> Int[Array, "B T K"]:
     """Indices of the top-k cached keys of each query; see `indexer_topk`.
@@ -29,12 +31,14 @@ def decode_indexer_topk(
     Args:
       q: indexer queries of the new tokens.
       k: cached keys: pages of s keys each, or without a page_table a row of s keys for
-        each of the B sequences.
+        each of the B sequences. Codes as in `indexer_topk`.
       w: head weights, scales included.
       lo: first visible key, counted along the sequence.
       hi: end of the visible keys; cut to n * s if larger.
       page_table: page of each run of s tokens of a sequence.
       topk: keys to select.
+      k_exponents: powers of two that scale the rows of k, if they are codes. All pages
+        are restored where no kernel multiplies codes: see `takes_codes`.
       implementation: see IMPLEMENTATIONS; None for the best one.
 
     Returns:
@@ -50,9 +54,29 @@ def decode_indexer_topk(
     integers = {"lo": (lo, "B T"), "hi": (hi, "B T")}
     num_keys, page_table = _cached(name, floats, integers, page_table)
     lo, hi = contract.within(lo, hi, num_keys)
+    exponents = eight_bits.checked(name, q, k, k_exponents)
     args = (q, k, w.astype(jnp.float32), lo, hi, page_table, topk)
-    op = dispatch.Op("decode", name, IMPLEMENTATIONS, "dense")
-    return dispatch.run(op, implementation, args)
+    args = eight_bits.arguments(_TOPK, implementation, args, exponents)
+    return dispatch.run(_TOPK, implementation, args)
+
+
+def takes_codes(
+    q: Float[Array, "B T I J"],
+    k: Float[Array, "pages s J"],
+    w: Float[Array, "B T I"],
+    lo: Int[Array, "B T"],
+    hi: Int[Array, "B T"],
+    page_table: Int[Array, "B n"] | None = None,
+    *,
+    topk: int,
+    k_exponents: Int[Array, "pages s"],
+) -> bool:
+    """Returns whether `decode_indexer_topk` multiplies these codes; else it restores k.
+
+    Who has pages of others beside its own had better restore its own alone.
+    """
+    args = (q, k, w.astype(jnp.float32), lo, hi, page_table, topk, k_exponents)
+    return dispatch.would_run(_TOPK, "gpu", None, args)
 
 
 def decode_sparse_mla(

@@ -21,11 +21,13 @@ def unsupported_decode_indexer_topk(
     hi: Array,
     page_table: Array | None,
     topk: int,
+    exponents: Array | None = None,
 ) -> str | None:
     """Returns why the kernels cannot take these arguments, or None."""
     del lo, hi
     pages = 1 if page_table is None else page_table.shape[1]
-    return gpu_select.unsupported(q, k, w, k.shape[1] * pages, topk)
+    has_codes = exponents is not None
+    return gpu_select.unsupported(q, k, w, k.shape[1] * pages, topk, has_codes)
 
 
 def decode_indexer_topk(
@@ -36,6 +38,7 @@ def decode_indexer_topk(
     hi: Int[Array, "B T"],
     page_table: Int[Array, "B n"] | None,
     topk: int,
+    exponents: Int[Array, "pages s"] | None = None,
     *,
     interpret: bool = False,
 ) -> Int[Array, "B T K"]:
@@ -48,8 +51,8 @@ def decode_indexer_topk(
     if gpu_parts.is_worthwhile(batch * num_queries, num_keys, topk):
         group = gpu_parts.group_size(num_keys, topk)
         plan = dataclasses.replace(plan, group=group)
-        scores, maxima = gpu_select.scored(*args, plan)
+        scores, maxima = gpu_select.scored(*args, plan, exponents)
         lists = gpu_parts.chosen(scores, maxima, lo, hi, num_keys, topk, interpret)
     else:
-        lists = gpu_select.select(*args, plan)
+        lists = gpu_select.select(*args, plan, exponents)
     return lists.reshape(batch, num_queries, topk)

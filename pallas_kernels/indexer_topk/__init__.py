@@ -7,11 +7,13 @@ gradients reach the indexer only through `indexer_scores_at` and the losses of
 `indexer_kl`.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from pallas_kernels import contract, dispatch, selection
+from pallas_kernels import contract, dispatch, eight_bits, selection
 from pallas_kernels.indexer_topk import reference
 
 IMPLEMENTATIONS = ("tiled", "tpu", "gpu", "reference")
@@ -26,17 +28,20 @@ def indexer_topk(
     hi: Int[Array, "B T"],
     *,
     topk: int,
+    k_exponents: Int[Array, "B S"] | None = None,
     implementation: str | None = None,
 ) -> Int[Array, "B T K"]:
     """Lists the top-k visible keys of every query.
 
     Args:
-      q: indexer queries, rotated.
-      k: indexer keys, normalised and rotated.
+      q: indexer queries, rotated. Codes of float8_e4m3fn have their factors in w.
+      k: indexer keys, normalised and rotated; or codes of float8_e4m3fn.
       w: head weights, scales included.
       lo: first visible key.
       hi: end of the visible keys; cut to t + 1 + S - T if larger.
       topk: K, keys to select; all visible keys if there are fewer.
+      k_exponents: powers of two that scale the rows of k, if they are codes; see
+        `pallas_kernels.eight_bits`.
       implementation: see IMPLEMENTATIONS; None for the best one.
 
     Returns:
@@ -46,7 +51,7 @@ def indexer_topk(
       ValueError: if shapes or types do not fit each other.
       NotImplementedError: if a named implementation cannot take the arguments.
     """
-    return _choose("indexer_topk", implementation, q, k, w, lo, hi, topk)
+    return _choose("indexer_topk", implementation, (q, k, w, lo, hi), topk, k_exponents)
 
 
 def indexer_bits(
@@ -57,10 +62,11 @@ def indexer_bits(
     hi: Int[Array, "B T"],
     *,
     topk: int,
+    k_exponents: Int[Array, "B S"] | None = None,
     implementation: str | None = None,
 ) -> UInt32[Array, "B T W"]:
     """Selects keys like `indexer_topk`, as bits (see `pallas_kernels.selection`)."""
-    return _choose("indexer_bits", implementation, q, k, w, lo, hi, topk)
+    return _choose("indexer_bits", implementation, (q, k, w, lo, hi), topk, k_exponents)
 
 
 def indexer_mask(
@@ -71,10 +77,11 @@ def indexer_mask(
     hi: Int[Array, "B T"],
     *,
     topk: int,
+    k_exponents: Int[Array, "B S"] | None = None,
     implementation: str | None = None,
 ) -> Bool[Array, "B S T"]:
     """Selects keys like `indexer_topk`, as a mask, keys first."""
-    return _choose("indexer_mask", implementation, q, k, w, lo, hi, topk)
+    return _choose("indexer_mask", implementation, (q, k, w, lo, hi), topk, k_exponents)
 
 
 def indexer_select(
@@ -85,10 +92,13 @@ def indexer_select(
     hi: Int[Array, "B T"],
     *,
     topk: int,
+    k_exponents: Int[Array, "B S"] | None = None,
 ) -> Bool[Array, "B S T"] | UInt32[Array, "B T W"] | Int[Array, "B T K"]:
     """Selects keys like `indexer_topk`, in the form `selection.form` of this chip."""
     forms = {"mask": indexer_mask, "bits": indexer_bits, "list": indexer_topk}
-    return forms[selection.form(k.shape[1])](q, k, w, lo, hi, topk=topk)
+    return forms[selection.form(k.shape[1])](
+        q, k, w, lo, hi, topk=topk, k_exponents=k_exponents
+    )
 
 
 def indexer_scores_at(
@@ -119,10 +129,19 @@ def indexer_scores_at(
     return dispatch.run(op, implementation, args)
 
 
-def _choose(function, implementation, q, k, w, lo, hi, topk):  # noqa: ANN001, ANN202
+def _choose(
+    function: str,
+    implementation: str | None,
+    arrays: tuple[Any, ...],
+    topk: int,
+    k_exponents: Array | None,
+) -> Any:
+    q, k, w, lo, hi = arrays
     contract.positive(function, topk=topk)
     floats = {"q": (q, "B T I J"), "k": (k, "B S J"), "w": (w, "B T I")}
     _, lo, hi = contract.bounded(function, floats, lo, hi)
+    exponents = eight_bits.checked(function, q, k, k_exponents)
     args = (*lax.stop_gradient((q, k, w.astype(jnp.float32))), lo, hi, topk)
     op = dispatch.Op("indexer_topk", function, IMPLEMENTATIONS, "dense")
+    args = eight_bits.arguments(op, implementation, args, exponents)
     return dispatch.saved(dispatch.run(op, implementation, args))

@@ -16,11 +16,17 @@ CHUNK_BYTES = 40 * 10**6  # of the 50 MB cache of Hopper
 
 
 def unsupported_indexer_topk(
-    q: Array, k: Array, w: Array, lo: Array, hi: Array, topk: int
+    q: Array,
+    k: Array,
+    w: Array,
+    lo: Array,
+    hi: Array,
+    topk: int,
+    exponents: Array | None = None,
 ) -> str | None:
     """Returns why the kernels cannot take these arguments, or None."""
     del lo, hi
-    return gpu_select.unsupported(q, k, w, k.shape[1], topk)
+    return gpu_select.unsupported(q, k, w, k.shape[1], topk, exponents is not None)
 
 
 unsupported_indexer_bits = unsupported_indexer_mask = unsupported_indexer_topk
@@ -33,11 +39,12 @@ def indexer_topk(
     lo: Int[Array, "B T"],
     hi: Int[Array, "B T"],
     topk: int,
+    exponents: Int[Array, "B S"] | None = None,
     *,
     interpret: bool = False,
 ) -> Int[Array, "B T K"]:
     """See `pallas_kernels.indexer_topk`."""
-    return _by_chunks(q, k, w, lo, hi, topk, False, interpret)
+    return _by_chunks((q, k, w, lo, hi), topk, exponents, False, interpret)
 
 
 def indexer_bits(
@@ -47,11 +54,12 @@ def indexer_bits(
     lo: Int[Array, "B T"],
     hi: Int[Array, "B T"],
     topk: int,
+    exponents: Int[Array, "B S"] | None = None,
     *,
     interpret: bool = False,
 ) -> UInt32[Array, "B T W"]:
     """See `pallas_kernels.indexer_bits`."""
-    return _by_chunks(q, k, w, lo, hi, topk, True, interpret)
+    return _by_chunks((q, k, w, lo, hi), topk, exponents, True, interpret)
 
 
 def indexer_mask(
@@ -61,16 +69,18 @@ def indexer_mask(
     lo: Int[Array, "B T"],
     hi: Int[Array, "B T"],
     topk: int,
+    exponents: Int[Array, "B S"] | None = None,
     *,
     interpret: bool = False,
 ) -> Bool[Array, "B S T"]:
     """See `pallas_kernels.indexer_mask`; made from bits, which are 8 times smaller."""
-    bits = _by_chunks(q, k, w, lo, hi, topk, True, interpret)
+    bits = _by_chunks((q, k, w, lo, hi), topk, exponents, True, interpret)
     return selection.unpack(bits, k.shape[1])
 
 
-def _by_chunks(q, k, w, lo, hi, topk, as_bits, interpret):
+def _by_chunks(arrays, topk, exponents, as_bits, interpret):
     """Scans over chunks of queries of one sequence."""
+    q, k, w, lo, hi = arrays
     batch, num_queries = q.shape[:2]
     rows = _chunk_rows(
         num_queries, k.shape[1], gpu_select.block_queries(q, num_queries)
@@ -80,7 +90,7 @@ def _by_chunks(q, k, w, lo, hi, topk, as_bits, interpret):
 
     def chunk(_: None, i: Array) -> tuple[None, Array]:
         start = jnp.stack([i // chunks, i % chunks * rows])
-        return None, gpu_select.select(q, k, w, lo, hi, start, None, plan)
+        return None, gpu_select.select(q, k, w, lo, hi, start, None, plan, exponents)
 
     _, out = lax.scan(chunk, None, jnp.arange(batch * chunks, dtype=jnp.int32))
     return out.reshape(batch, chunks * rows, -1)[:, :num_queries]

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float, Int, UInt32
 
-from pallas_kernels import block_sizes, selection, triton_call
+from pallas_kernels import block_sizes, dispatch, selection, triton_call
 
 KEYS = 64  # per scoring step
 MAX_HEADS = 256
@@ -29,6 +29,7 @@ BLOCK = 2048  # keys written at a time when selecting
 UNSEEN = tl.constexpr(-0x7F800001)  # the integer of -inf
 # Replaces a score of -inf, so that visible keys rank before invisible ones.
 LEAST = tl.constexpr(-3.4028234663852886e38)
+FLOAT8_FROM = 89  # compute capability whose tensor cores multiply float8_e4m3fn
 MOST = 32768  # numbers in registers of a selecting program
 
 
@@ -44,7 +45,9 @@ class Plan:
     group: int | None = None  # keys of a group; by default `group_size`
 
 
-def unsupported(q: Array, k: Array, w: Array, num_keys: int, topk: int) -> str | None:
+def unsupported(
+    q: Array, k: Array, w: Array, num_keys: int, topk: int, has_codes: bool
+) -> str | None:
     """Returns why the kernels cannot take these arguments, or None."""
     heads, dim = q.shape[-2:]
     if heads & (heads - 1) or heads > MAX_HEADS or dim & (dim - 1) or dim < 16:
@@ -52,7 +55,10 @@ def unsupported(q: Array, k: Array, w: Array, num_keys: int, topk: int) -> str |
             f"heads must be a power of two up to {MAX_HEADS} and their dim one of 16 "
             f"or more, got {heads} and {dim}."
         )
-    if q.dtype != k.dtype or q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+    if has_codes and (dispatch.capability() or FLOAT8_FROM) < FLOAT8_FROM:
+        return "codes of float8_e4m3fn need compute capability 8.9."
+    halves = jnp.bfloat16, jnp.float16
+    if not has_codes and (q.dtype != k.dtype or q.dtype not in (*halves, jnp.float32)):
         return f"q and k must share a float dtype, got {q.dtype} and {k.dtype}."
     if w.dtype != jnp.float32:
         return f"w must be float32, got {w.dtype}."
@@ -70,6 +76,7 @@ def select(
     start: Int[Array, "2"],
     table: Int[Array, "B n"] | None,
     plan: Plan,
+    exponents: Int[Array, "pages s"] | None = None,
 ) -> Int[Array, "sequences K"] | UInt32[Array, "sequences W"]:
     """Returns lists or bits for `plan.rows` queries of `plan.sequences` sequences each.
 
@@ -82,9 +89,10 @@ def select(
       start: first sequence, and first query of each.
       table: page of each run of s keys of a sequence; None without pages.
       plan: sizes. A = sequences * rows.
+      exponents: of the rows of k, if they are codes.
     """
     num_keys = k.shape[1] * (1 if table is None else table.shape[1])
-    scores, maxima = scored(q, k, w, lo, hi, start, table, plan)
+    scores, maxima = scored(q, k, w, lo, hi, start, table, plan, exponents)
     return chosen(scores, maxima, lo, hi, start, num_keys, plan)
 
 
@@ -110,7 +118,7 @@ def block_queries(q: Array, rows: int) -> int:
     return max(block, 16 // heads)  # a product has 16 columns or more
 
 
-def scored(q, k, w, lo, hi, start, table, plan):
+def scored(q, k, w, lo, hi, start, table, plan, exponents=None):
     """Computes scores [sequences * padded rows, padded S], and their groups' maxima."""
     _, num_queries, heads, dim = q.shape
     page, pages = k.shape[1], 1 if table is None else table.shape[1]
@@ -131,6 +139,7 @@ def scored(q, k, w, lo, hi, start, table, plan):
         hi,
         start,
         start if table is None else table,
+        start if exponents is None else exponents,
         out_shape=[
             jax.ShapeDtypeStruct((rows, stride), jnp.float32),
             # Groups of one key need no maxima.
@@ -149,6 +158,7 @@ def scored(q, k, w, lo, hi, start, table, plan):
         PAGE=page,
         PAGES=pages,
         IS_PAGED=table is not None,
+        HAS_CODES=exponents is not None,
         STRIDE=stride,
         QUERIES=block,
         BLOCKS=blocks,
@@ -200,11 +210,12 @@ def chosen(scores, maxima, lo, hi, start, num_keys, plan):
 @triton.jit
 @typing.no_type_check
 def _scores_kernel(
-    q_ptr, k_ptr, w_ptr, lo_ptr, hi_ptr, start_ptr, table_ptr, scores_ptr, maxima_ptr,
+    q_ptr, k_ptr, w_ptr, lo_ptr, hi_ptr, start_ptr, table_ptr, exponents_ptr,
+    scores_ptr, maxima_ptr,
     T: tl.constexpr, S: tl.constexpr, I: tl.constexpr, J: tl.constexpr,
     PAGE: tl.constexpr, PAGES: tl.constexpr, IS_PAGED: tl.constexpr,
-    STRIDE: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr,
-    KEYS: tl.constexpr, GROUP: tl.constexpr,
+    HAS_CODES: tl.constexpr, STRIDE: tl.constexpr, QUERIES: tl.constexpr,
+    BLOCKS: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     # Keys are the rows of a product, heads of queries its columns, so that a sum over
     # heads stays within four threads.
@@ -235,9 +246,14 @@ def _scores_kernel(
         else:
             key = sequence * S + s
         k = tl.load(k_ptr + key[:, None] * J + j[None], is_key[:, None], 0.0)
+        if HAS_CODES and q.dtype != k.dtype:
+            k = k.to(tl.float32).to(q.dtype)
         products = tl.dot(k, q.T, input_precision="ieee")
         products = tl.maximum(products, 0.0) * w[None]
         scores = tl.sum(tl.reshape(products, [KEYS, QUERIES, I]), 2)
+        if HAS_CODES:
+            exponent = tl.load(exponents_ptr + key, is_key, 0).to(tl.int32)
+            scores *= ((exponent + 127) << 23).to(tl.float32, bitcast=True)[:, None]
         tl.store(scores_ptr + row * STRIDE + s[:, None], scores)
         if GROUP > 1:
             visible = (s[:, None] >= lo[None]) & (s[:, None] < hi[None])

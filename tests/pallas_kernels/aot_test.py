@@ -44,6 +44,8 @@ GPU_OPS = (
     ("grouped_matmul", "fwd"),
     ("grouped_matmul_fp8", "fwd"),
     ("grouped_matmul_int8", "fwd"),
+    ("indexer_topk_fp8", "fwd"),
+    ("decode_indexer_topk_fp8", "fwd"),
     ("indexer_scores_at", "fwd"),
     ("indexer_scores_at", "bwd"),
     ("sparse_mla", "det"),
@@ -53,6 +55,7 @@ GPU_OPS = (
 # copies of q, k, v or the outputs in other layouts, lists, a bit for each key.
 KIB_PER_TOKEN = {
     "indexer_topk": 8,
+    "indexer_topk_fp8": 8,
     "indexer_bits": 2,
     "indexer_scores_at": 12,
     "sparse_mla": 300,
@@ -64,6 +67,7 @@ KIB_PER_TOKEN = {
     "grouped_matmul_fp8": 72,
     "grouped_matmul_int8": 72,
     "decode_indexer_topk": 0,
+    "decode_indexer_topk_fp8": 0,
     "decode_sparse_mla": 0,
 }
 # Chunks of scores (40 MiB on GPU); shards of the reproducible sum. A cache is never

@@ -24,6 +24,7 @@ OPS = (
     ("dense_attention", "fwd"),
     ("dense_attention_bits", "bwd"),
     ("indexer_topk", "fwd"),
+    ("indexer_topk_fp8", "fwd"),
     ("indexer_bits", "fwd"),
     ("indexer_scores_at", "bwd"),
     ("indexer_kl_loss", "bwd"),
@@ -32,6 +33,7 @@ OPS = (
     ("grouped_matmul_int8", "bwd"),
     ("grouped_matmul_fp8", "bwd"),
     ("decode_indexer_topk", "fwd"),
+    ("decode_indexer_topk_fp8", "fwd"),
     ("decode_sparse_mla", "fwd"),
 )
 WITHOUT_FLOAT8 = (80, 86)
@@ -56,6 +58,7 @@ ISSUED = {
     ("dense_attention", "fwd"): 1.52,
     ("dense_attention_bits", "bwd"): 1.58,  # scores in three kernels
     ("indexer_topk", "fwd"): 1.01,
+    ("indexer_topk_fp8", "fwd"): 1.01,
     ("indexer_bits", "fwd"): 1.01,
     ("indexer_scores_at", "bwd"): 1.39,
     ("indexer_kl_loss", "bwd"): 1.30,
@@ -64,6 +67,7 @@ ISSUED = {
     ("grouped_matmul_int8", "bwd"): 1.08,
     ("grouped_matmul_fp8", "bwd"): 1.08,
     ("decode_indexer_topk", "fwd"): 1.01,
+    ("decode_indexer_topk_fp8", "fwd"): 1.01,
     ("decode_sparse_mla", "fwd"): 1.54,
 }
 ISSUED_BY_HAND = {(90, "sparse_mla", "fwd"): 1.01, (90, "sparse_mla", "bwd"): 1.01}
@@ -77,7 +81,7 @@ ALL = [
     case_name(capability, op, mode)
     for capability in capabilities.KINDS
     for op, mode in OPS
-    if not (op == "grouped_matmul_fp8" and capability in WITHOUT_FLOAT8)
+    if not (op.endswith("_fp8") and capability in WITHOUT_FLOAT8)
 ]
 
 
