@@ -1,12 +1,12 @@
-"""What a cache of 8 bits costs: bits per byte, log-probs and selected keys.
+"""What a cache and an indexer of 8 bits cost: bits per byte, log-probs, selected keys.
 
     python -m glm5_jax.train --config=configs/quickstart.py --workdir=runs/quickstart
     python benchmarks/cache_dtype_cpu.py --checkpoint=runs/quickstart --text=FILE
 
 Reads rows of a text through the cache, a few tokens at a time as decoding does, with
-every model.kv_cache_dtype. Prints, beside the bits per byte: the mean and the largest
-change of a token's log-prob, the share of an indexer's selected keys that differ, and
-bytes of a token in the cache, here and of GLM-5.
+every model.kv_cache_dtype, and with index_dtype=fp8. Prints, beside the bits per byte:
+the mean and the largest change of a token's log-prob, the share of an indexer's
+selected keys that differ, and bytes of a token in the cache, here and of GLM-5.
 """
 
 import argparse
@@ -19,13 +19,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from glm5_jax import config as config_lib
 from glm5_jax import losses, presets
-from glm5_jax.config.model import CacheDtype
 from glm5_jax.model import cached
 from glm5_jax.weights import loading
 
-FORMATS = CacheDtype.__args__  # "auto" comes first
+FORMATS = (
+    {},
+    {"kv_cache_dtype": "int8"},
+    {"kv_cache_dtype": "fp8"},
+    {"index_dtype": "fp8"},
+    {"index_dtype": "fp8", "kv_cache_dtype": "fp8"},
+)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "num_new"))
@@ -72,22 +76,20 @@ def main() -> None:
     sizes = np.array([len(piece) for piece in tokenizer.pieces])
     num_bytes = sizes[tokens[:, 1:]].sum()
     exact = None
-    for kind in FORMATS:
-        config = dataclasses.replace(model, kv_cache_dtype=kind, batch_invariant=False)
+    for changes in FORMATS:
+        config = dataclasses.replace(model, batch_invariant=False, **changes)
         logprobs, keys = jax.device_get(read(params, config, tokens, args.num_new))
         exact = exact or (logprobs, keys)
         gaps = np.abs(logprobs - exact[0])
         share = "-" if keys is None else f"{differing(exact[1], keys):.3%}"
+        bits = -logprobs.sum(dtype=np.float64) / math.log(2) / num_bytes
+        whole = dataclasses.replace(presets.GLM5, **changes)
         print(
-            f"{kind}: {-logprobs.sum(dtype=np.float64) / math.log(2) / num_bytes:.5f} "
-            f"bits per byte, gap mean {gaps.mean():.2e} max {gaps.max():.2e}, other "
-            f"keys {share}, {cached.bytes_per_token(config):,} bytes a token, GLM-5 "
-            f"{cached.bytes_per_token(_glm5(kind)):,}"
+            f"{changes or 'auto'}: {bits:.5f} bits per byte, gap mean "
+            f"{gaps.mean():.2e} max {gaps.max():.2e}, other keys {share}, "
+            f"{cached.bytes_per_token(config):,} bytes a token, GLM-5 "
+            f"{cached.bytes_per_token(whole):,}"
         )
-
-
-def _glm5(kind: CacheDtype) -> config_lib.ModelConfig:
-    return dataclasses.replace(presets.GLM5, kv_cache_dtype=kind)
 
 
 if __name__ == "__main__":

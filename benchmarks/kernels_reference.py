@@ -8,7 +8,7 @@ import re
 import sys
 
 import pallas_kernels
-from pallas_kernels import decode, eight_bits, selection
+from pallas_kernels import eight_bits, selection
 
 HEAD = """# Kernels: reference
 
@@ -39,13 +39,9 @@ def page() -> str:
     for name in names:
         function = getattr(selection, name)
         parts.append(_entry(f"pallas_kernels.selection.{name}", function))
-    for module, name in (
-        (decode, "takes_codes"),
-        (eight_bits, "rounded"),
-        (eight_bits, "restored"),
-        (eight_bits, "power"),
-    ):
-        parts.append(_entry(f"{module.__name__}.{name}", getattr(module, name)))
+    for name in ("power", "restored", "rounded"):
+        function = getattr(eight_bits, name)
+        parts.append(_entry(f"pallas_kernels.eight_bits.{name}", function))
     return "\n".join(parts)
 
 

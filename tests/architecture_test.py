@@ -95,7 +95,7 @@ MAX_COLUMNS = 88
 # reading again what older weights have read 1, an evaluation beside the training 2,
 # the bounds of a mixture's parts 1.
 # Rewards for junk take 2: what is done, and how often the environment is asked.
-MAX_CONFIG_FIELDS = 213
+MAX_CONFIG_FIELDS = 214
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "misc"}
 
 

@@ -18,6 +18,7 @@ ExpertTransport = Literal["gather", "rounds", "exchange"]
 RematPolicy = Literal["none", "full", "kernels", "experts", "dots", "offload"]
 Dtype = Literal["float32", "bfloat16"]
 CacheDtype = Literal["auto", "int8", "fp8"]
+IndexDtype = Literal["auto", "fp8"]
 
 # Fields that count something.
 _SIZES = (
@@ -120,6 +121,9 @@ class ModelConfig:
     # Number type of cached latents: "auto" is `dtype`; "int8" and "fp8" take half the
     # memory, and "fp8" rounds the indexer's keys, too.
     kv_cache_dtype: CacheDtype = "auto"
+    # Number type of the indexer's queries and keys: "auto" is `dtype`. "fp8" rounds
+    # both, in training as in decoding, for GPUs that multiply 8 bits at twice the rate.
+    index_dtype: IndexDtype = "auto"
     # Makes a token's results independent of the rest of the batch, so that trainer and
     # engine select the same keys and experts (glm5_jax/model/invariance.py). None: true
     # in stage rl with bfloat16.

@@ -98,7 +98,7 @@ class Reader:
 
     def pages(
         self, name: str
-    ) -> tuple[Shaped[Array, "pages S width"], Int[Array, "b n"]]:
+    ) -> tuple[Shaped[Array, "pages S *width"], Int[Array, "b n"]]:
         """Returns the rows of all layers as pages, and the layer's pages; no copy."""
         stack, table = self.cache.entries[name], self.cache.table
         number = stack.shape[1]

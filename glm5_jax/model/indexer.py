@@ -22,13 +22,14 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from glm5_jax import collectives
 from glm5_jax import config as config_lib
 from glm5_jax.model import context as context_lib
 from glm5_jax.model import layers, rope
 from glm5_jax.model import selection as selection_lib
+from pallas_kernels import eight_bits
 
 K_NORM_EPS = 1e-6
 
@@ -98,8 +99,31 @@ def project(
     exact = lax.Precision.HIGHEST
     w = layers.linear(x.astype(jnp.float32), params["weights_proj"], precision=exact)
     w = w * (config.index_n_heads * config.index_head_dim) ** -0.5
-    q = rotate(q, cos[:, :, None], sin[:, :, None])
-    return Projections(q, rotate(k, cos, sin), w)
+    q, k = rotate(q, cos[:, :, None], sin[:, :, None]), rotate(k, cos, sin)
+    if config.index_dtype == "fp8":
+        q, k = _rounded(q), _rounded(k)
+    return Projections(q, k, w)
+
+
+def _rounded(x: Float[Array, "*n J"]) -> Float[Array, "*n J"]:
+    """Returns the numbers that 8 bits hold; the gradient is that of x."""
+    restored = eight_bits.restored(*eight_bits.rounded(x), x.dtype)
+    return lax.stop_gradient(restored) + (x - lax.stop_gradient(x))
+
+
+def as_scored(
+    config: config_lib.ModelConfig, made: Projections
+) -> tuple[Projections, Int[Array, "B S"] | None]:
+    """Returns the numbers as kernels multiply them, and the exponents of 8-bit keys.
+
+    With index_dtype "fp8" they are codes of the same numbers, which were rounded
+    before; the factors of queries go into the head weights.
+    """
+    if config.index_dtype != "fp8":
+        return made, None
+    q, q_exponents = eight_bits.rounded(made.q)
+    k, k_exponents = eight_bits.rounded(made.k)
+    return Projections(q, k, made.w * eight_bits.power(q_exponents)), k_exponents
 
 
 def select(
@@ -110,17 +134,18 @@ def select(
     context: context_lib.Context,
 ) -> Index:
     """Selects keys of whole documents by their scores; all keys where S <= K."""
-    q, k, w = project(params, config, x, c_q, context)
-    k = collectives.all_keys(k)  # of the whole row
+    made = project(params, config, x, c_q, context)
+    made = made._replace(k=collectives.all_keys(made.k))  # of the whole row
     selection: selection_lib.Selection = selection_lib.AllVisible()
-    if selects(config, k.shape[1]):  # never in dsa_warmup
+    if selects(config, made.k.shape[1]):  # never in dsa_warmup
+        scored, exponents = as_scored(config, made)
         # True: lists, the encoding that decoding reads, for the same bits as decoding.
         # False: top_keys takes the encoding that is fastest for this length.
         is_listed, topk = bool(config.batch_invariant), config.index_topk
         selection = selection_lib.top_keys(
-            q, k, w, context.lo, context.hi, topk, is_listed
+            *scored, exponents, context.lo, context.hi, topk, is_listed
         )
-    return Index(Projections(q, k, w), selection)
+    return Index(made, selection)
 
 
 def selects(config: config_lib.ModelConfig, num_keys: int) -> bool:

@@ -46,7 +46,14 @@ _FORMS: dict[str, tuple[Callable[..., Selection], Callable[..., Array]]] = {
 
 
 def top_keys(
-    q: Array, k: Array, w: Array, lo: Array, hi: Array, topk: int, is_listed: bool
+    q: Array,
+    k: Array,
+    w: Array,
+    k_exponents: Array | None,
+    lo: Array,
+    hi: Array,
+    topk: int,
+    is_listed: bool,
 ) -> Selection:
     """Selects the keys with the highest scores of an indexer.
 
@@ -54,13 +61,14 @@ def top_keys(
       q: the indexer's queries [B, T, I, J].
       k: its keys [B, S, J].
       w: its head weights [B, T, I].
+      k_exponents: powers of two [B, S] that scale keys of 8 bits.
       lo: first visible key of each query [B, T].
       hi: end of the visible keys [B, T].
       topk: keys to select.
       is_listed: asks for a list; otherwise the form is the fastest one here.
     """
     make, choose = _FORMS["list" if is_listed else forms.form(k.shape[1])]
-    return make(choose(q, k, w, lo, hi, topk=topk))
+    return make(choose(q, k, w, lo, hi, topk=topk, k_exponents=k_exponents))
 
 
 def empty(

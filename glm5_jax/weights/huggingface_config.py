@@ -20,6 +20,7 @@ MODEL_TYPE = "glm_moe_dsa"
 OURS = {
     *("attention", "dtype", "param_dtype", "remat_policy", "batch_invariant"),
     *("expert_transport", "expert_chunks", "mtp_num_steps", "kv_cache_dtype"),
+    "index_dtype",
 }
 # Fields that config.json spells differently, or has only for unusual values.
 _SPELT = {"rope_theta", "rope_scaling", "latent_norm_eps"}

@@ -38,7 +38,7 @@ def decode_indexer_topk(
       page_table: page of each run of s tokens of a sequence.
       topk: keys to select.
       k_exponents: powers of two that scale the rows of k, if they are codes. All pages
-        are restored where no kernel multiplies codes: see `takes_codes`.
+        are restored where no kernel multiplies codes: see `takes_index_codes`.
       implementation: see IMPLEMENTATIONS; None for the best one.
 
     Returns:
@@ -60,7 +60,7 @@ def decode_indexer_topk(
     return dispatch.run(_TOPK, implementation, args)
 
 
-def takes_codes(
+def takes_index_codes(
     q: Float[Array, "B T I J"],
     k: Float[Array, "pages s J"],
     w: Float[Array, "B T I"],

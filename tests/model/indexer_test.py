@@ -1,11 +1,17 @@
 """The indexer's own numbers, which no golden model is fine enough to show."""
 
+import dataclasses
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest
+from absl.testing import absltest, parameterized
 
-from glm5_jax.model import context, indexer
+import pallas_kernels
+from glm5_jax.model import cached, context, indexer, transformer
+from glm5_jax.model import selection as selection_lib
+from pallas_kernels import eight_bits
 from tests import environment
 from tests.model import tiny
 
@@ -40,6 +46,125 @@ class KeyNormTest(absltest.TestCase):
         # Rotations keep the length, which shows the eps.
         got = np.mean(np.asarray(k, np.float64) ** 2, axis=-1)
         np.testing.assert_allclose(got, variance / (variance + EPS), rtol=RTOL)
+
+
+CONFIG = tiny.model(num_hidden_layers=2, num_nextn_predict_layers=0)
+EIGHT = dataclasses.replace(CONFIG, index_dtype="fp8")
+
+
+def inputs(num_tokens=12):
+    """An indexer's parameters, hidden states, query latents and their context."""
+    params = tiny.params(CONFIG)["layers_0"]
+    params = jax.tree.map(lambda x: x[0], next(iter(params.values()))["indexer"])
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.normal(size=(1, num_tokens, CONFIG.hidden_size)), jnp.float32)
+    c_q = rng.normal(size=(1, num_tokens, CONFIG.q_lora_rank))
+    made = context.make_context(
+        CONFIG, jnp.ones((1, num_tokens), int), jnp.arange(num_tokens)[None]
+    )
+    return params, x, jnp.asarray(c_q, jnp.float32), made
+
+
+class EightBitsTest(parameterized.TestCase):
+    """index_dtype "fp8": in training, reading prompts and decoding."""
+
+    def test_numbers_have_8_bits_and_gradients_are_those_of_all(self):
+        params, x, c_q, made = inputs()
+
+        def project(params, config):
+            found = indexer.project(params, config, x, c_q, made)
+            return sum(jnp.sum(jnp.sin(y)) for y in found), found
+
+        def run(config):
+            return jax.jit(jax.grad(project, has_aux=True), static_argnums=1)(
+                params, config
+            )
+
+        (_, whole), (slope, eight) = run(CONFIG), run(EIGHT)
+        for exact, few in zip(whole[:2], eight[:2], strict=True):
+            want = eight_bits.restored(*eight_bits.rounded(exact), jnp.float32)
+            np.testing.assert_array_equal(few, want)
+            self.assertGreater(np.mean(np.asarray(few != exact)), 0.5)
+        np.testing.assert_array_equal(whole.w, eight.w)
+
+        def given(params):  # the slope at the rounded numbers, handed to all numbers
+            found = indexer.project(params, CONFIG, x, c_q, made)
+            slopes = (jnp.cos(y) for y in eight)
+            return sum(jnp.sum(y * c) for y, c in zip(found, slopes, strict=True))
+
+        want = jax.jit(jax.grad(given))(params)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+            slope,
+            want,
+        )
+
+    def test_codes_of_rounded_numbers_are_exact(self):
+        params, x, c_q, made = inputs()
+        numbers = indexer.project(params, EIGHT, x, c_q, made)
+        codes, exponents = indexer.as_scored(EIGHT, numbers)
+        self.assertEqual({codes.q.dtype, codes.k.dtype}, {jnp.dtype("float8_e4m3fn")})
+        np.testing.assert_array_equal(
+            eight_bits.restored(codes.k, exponents, jnp.float32), numbers.k
+        )
+        factors = codes.w / numbers.w
+        np.testing.assert_array_equal(
+            codes.q.astype(jnp.float32) * factors[..., None], numbers.q
+        )
+
+    def test_training_selects_by_codes(self):
+        params, x, c_q, made = inputs()
+        called = []
+
+        def choose(q, k, w, lo, hi, **options):
+            called.append((q.dtype, k.dtype, options["k_exponents"].dtype))
+            return pallas_kernels.indexer_mask(q, k, w, lo, hi, **options)
+
+        forms = {"mask": (selection_lib.Mask, choose)}
+        with mock.patch.dict(selection_lib._FORMS, forms):
+            index = indexer.select(params, EIGHT, x, c_q, made)
+        self.assertEqual(called, [(jnp.float8_e4m3fn, jnp.float8_e4m3fn, jnp.int8)])
+        q, k, w = (np.asarray(y[0], np.float64) for y in index.projections)
+        for t in range(12):
+            scores = w[t] @ np.maximum(q[t] @ k[: t + 1].T, 0)
+            best = np.lexsort((np.arange(t + 1), -scores))[: CONFIG.index_topk]
+            got = np.flatnonzero(index.selection.keep[0, :, t])
+            np.testing.assert_array_equal(got, np.sort(best))
+
+    @parameterized.parameters(("auto", 2), ("auto", 12), ("fp8", 2))
+    def test_reading_and_decoding_are_as_training(self, kv_cache_dtype, num_new):
+        """With kernels that multiply codes and without, which decode few tokens."""
+        config = dataclasses.replace(EIGHT, kv_cache_dtype=kv_cache_dtype)
+        params = tiny.params(config)
+        tokens = np.random.default_rng(0).integers(1, 80, (2, 12 + num_new))
+        takes, read = mock.Mock(), []
+
+        @jax.jit
+        def run(params, tokens):
+            whole = transformer.forward(params, config, tokens).hidden[:, 12:]
+            _, cache, _ = cached.prefill(
+                params, config, tokens[:, :12], jnp.full(2, 12), 12 + num_new
+            )
+            for answer in (False, True):
+                takes.return_value = answer
+                read.append(cached.decode(params, config, cache, tokens[:, 12:])[0])
+            return whole, read
+
+        def note(q, k, *args, **options):
+            dtypes.append((q.dtype.name, k.dtype.name))
+            return pallas_kernels.decode.decode_indexer_topk(q, k, *args, **options)
+
+        dtypes = []
+        with (
+            mock.patch.object(pallas_kernels, "takes_index_codes", takes),
+            mock.patch.object(pallas_kernels, "decode_indexer_topk", note),
+        ):
+            whole, (rows, codes) = run(params, tokens)
+        exact, eight = ("float32",) * 2, ("float8_e4m3fn",) * 2
+        self.assertEqual(set(dtypes), {exact, eight} if num_new == 2 else set())
+        np.testing.assert_array_equal(rows, codes)
+        if kv_cache_dtype == "auto":
+            np.testing.assert_allclose(whole, rows, rtol=1e-4, atol=1e-5)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,11 @@ import numpy as np
 from absl.testing import parameterized
 
 from pallas_kernels import (
-    decode,
     decode_indexer_topk,
     dispatch,
     indexer_bits,
     indexer_topk,
+    takes_index_codes,
 )
 from tests import environment
 from tests.pallas_kernels import eight_bits_test
@@ -69,7 +69,7 @@ class EightBitsGpuTest(parameterized.TestCase):
             mock.patch.object(dispatch, "capability", return_value=capability),
             mock.patch.object(dispatch, "_missing", return_value=None),
         ):
-            got = decode.takes_codes(q, k, w, lo, hi, topk=50, k_exponents=exponents)
+            got = takes_index_codes(q, k, w, lo, hi, topk=50, k_exponents=exponents)
         self.assertEqual(got, takes)
 
 

@@ -11,7 +11,6 @@ from absl.testing import parameterized
 
 from pallas_kernels import (
     cases,
-    decode,
     decode_indexer_topk,
     dispatch,
     eight_bits,
@@ -20,6 +19,7 @@ from pallas_kernels import (
     indexer_select,
     indexer_topk,
     selection,
+    takes_index_codes,
 )
 from tests import environment, typecheck
 
@@ -135,7 +135,7 @@ class SelectedTest(parameterized.TestCase):
         how = {"topk": 50, "k_exponents": pages}
         got = decode_indexer_topk(*args, **how)
         np.testing.assert_array_equal(got, by_hand(q, k, w, lo, hi, exponents, 50))
-        self.assertFalse(decode.takes_codes(*args, **how))
+        self.assertFalse(takes_index_codes(*args, **how))
 
     def test_vmap(self):
         q, k, w, lo, hi, exponents = make()

@@ -314,7 +314,7 @@ class LoadTest(FolderTest):
             *("attention", "dtype", "param_dtype", "remat_policy", "batch_invariant"),
             *("expert_transport", "expert_chunks", "eos_token_id", "pad_token_id"),
             *("mtp_num_steps", "index_share_for_mtp_iteration", "initializer_range"),
-            *("max_position_embeddings", "kv_cache_dtype"),
+            *("max_position_embeddings", "kv_cache_dtype", "index_dtype"),
         }
         changes = {"index_topk_pattern": "FS", "index_topk_freq": 2} | {
             "index_skip_topk_offset": 2

@@ -1,13 +1,16 @@
 """A token's row in the cache of MLA: as it is, or in 8 bits (model.kv_cache_dtype).
 
-A rounded row is a row of bytes, as vLLM's fp8_ds_mla has them:
+A rounded latent row is a row of bytes, as vLLM's fp8_ds_mla has them:
 
     codes of the latent, a byte each | their scales, float32 | the rotated key
 
 Every 128 numbers share a scale. Numbers that RoPE has turned stay in the model's dtype:
 their rounding costs most, and they are few. GLM-5's row of 576 numbers takes 656 bytes
-instead of 1,152. A row of the indexer is rounded as a whole, to 132 bytes instead of
-256, with "fp8" alone: from int8 keys an indexer selects worse.
+instead of 1,152.
+
+A key of the indexer is rounded as a whole with "fp8" alone: from int8 keys an indexer
+selects worse. Its codes and the power of two that scales them are two entries, 129
+bytes instead of 256, which kernels of GPUs read as they are.
 """
 
 import dataclasses
@@ -19,9 +22,10 @@ from jaxtyping import Array, Float, Shaped
 
 from glm5_jax import config as config_lib
 from glm5_jax.quantization import leaf
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, eight_bits
 
 TILE = 128  # numbers that share a scale
+INDEX_KEYS, INDEX_EXPONENTS = "k_index", "k_index_exponents"  # names of entries
 _LANES = 128  # of a TPU's tile
 
 
@@ -34,14 +38,12 @@ class Rows:
       num_kept: the others, which stay as they are.
       kind: of the codes; None if nothing is rounded.
       dtype: of the numbers.
-      is_padded: whether a TPU pads a row to whole tiles, in the cache and as numbers.
     """
 
     num_rounded: int
     num_kept: int
     kind: leaf.Kind | None
     dtype: jax.typing.DTypeLike
-    is_padded: bool
 
     @property
     def num_numbers(self) -> int:
@@ -85,13 +87,13 @@ class Rows:
         return padded(jnp.concatenate([latent, kept], axis=-1), self.num_numbers)
 
     def _tiled(self, size: int) -> int:
-        """Rounds up to whole tiles where that is wanted.
+        """Rounds up to whole tiles on a TPU.
 
         XLA would give an argument with other rows another layout to save their padding,
         and a program would change it back, which takes twice the cache's memory:
         1.12 GiB for 4 layers of GLM-5.
         """
-        if not self.is_padded or dispatch.platform() != "tpu":
+        if dispatch.platform() != "tpu":
             return size
         return -(-size // _LANES) * _LANES
 
@@ -103,19 +105,41 @@ def of_latents(config: config_lib.ModelConfig) -> Rows:
         num_kept=config.qk_rope_head_dim,
         kind=None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         dtype=config.dtype,
-        is_padded=True,
     )
 
 
-def of_index_keys(config: config_lib.ModelConfig) -> Rows:
-    """Returns the form of an indexer's keys, J numbers."""
-    return Rows(
-        num_rounded=config.index_head_dim,
-        num_kept=0,
-        kind="fp8" if config.kv_cache_dtype == "fp8" else None,
-        dtype=config.dtype,
-        is_padded=False,
-    )
+def index_entries(
+    config: config_lib.ModelConfig, capacity: int
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Declares the indexer's keys of a sequence, J numbers each."""
+    shape = capacity, config.index_head_dim
+    if not has_index_codes(config):
+        return {INDEX_KEYS: jax.ShapeDtypeStruct(shape, jnp.dtype(config.dtype))}
+    return {
+        # Bytes: XLA for CPUs would write float8 by way of a copy of all rows.
+        INDEX_KEYS: jax.ShapeDtypeStruct(shape, jnp.uint8),
+        INDEX_EXPONENTS: jax.ShapeDtypeStruct(shape[:1], jnp.int8),
+    }
+
+
+def has_index_codes(config: config_lib.ModelConfig) -> bool:
+    """Returns whether keys of the indexer are cached in 8 bits."""
+    return "fp8" in (config.kv_cache_dtype, config.index_dtype)
+
+
+def of_index_keys(
+    config: config_lib.ModelConfig, k: Float[Array, "*n J"]
+) -> dict[str, Shaped[Array, "*n"] | Shaped[Array, "*n J"]]:
+    """Returns what `index_entries` declares of these keys."""
+    if not has_index_codes(config):
+        return {INDEX_KEYS: k}
+    codes, exponents = eight_bits.rounded(k)
+    return {INDEX_KEYS: _bytes(codes), INDEX_EXPONENTS: exponents}
+
+
+def as_index_keys(rows: Shaped[Array, "*n J"]) -> Float[Array, "*n J"]:
+    """Returns the keys, or their codes, of rows of the cache; copies nothing."""
+    return _numbers(rows, jnp.float8_e4m3fn) if rows.dtype == jnp.uint8 else rows
 
 
 def padded(x: Shaped[Array, "*n row"], size: int) -> Shaped[Array, "*n width"]:

@@ -118,8 +118,7 @@ class SparseLatentAttention:
         rows = {"kv": form.store(jnp.concatenate(attended.kv, axis=-1))}
         index = attended.index
         if self.owns_indexer and index is not None and index.projections is not None:
-            form = cache_rows.of_index_keys(self.config)
-            rows["k_index"] = form.store(index.projections.k)
+            rows |= cache_rows.of_index_keys(self.config, index.projections.k)
         return rows
 
     def flops(self, length: int) -> float:

@@ -3,8 +3,8 @@
 The cache has a latent row for each token and layer ("kv"), and an indexer key for each
 token and layer with an indexer ("k_index"). New tokens are compared with the latents of
 the selected keys, so that no key or value of a head is ever restored. Rows may have
-8 bits a number (cache_rows.py); those that are selected, and the keys of the indexer,
-are then restored before an op reads them.
+8 bits a number (cache_rows.py); those that are selected are then restored before an op
+reads them, and the keys of the indexer where no kernel multiplies their codes.
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ from glm5_jax.model import context as context_lib
 from glm5_jax.model import indexer, layers
 from glm5_jax.model import selection as selection_lib
 from glm5_jax.model.attention import cache_rows, mla
+from pallas_kernels import eight_bits
 from pallas_kernels import selection as forms
 
 FEW = 8  # most new tokens of a sequence that a decoding kernel takes
@@ -33,7 +34,7 @@ def entries(
     """Returns shape and type of what is cached of a sequence in one layer."""
     found = {"kv": cache_rows.of_latents(config).entry(capacity)}
     if owns_indexer:
-        found["k_index"] = cache_rows.of_index_keys(config).entry(capacity)
+        found |= cache_rows.index_entries(config, capacity)
     return found
 
 
@@ -74,25 +75,69 @@ def _select(
     context: context_lib.Context,
 ) -> cache_lib.Reader:
     """Caches the indexer's keys, and selects keys if the cache may have more than K."""
-    form = cache_rows.of_index_keys(config)
-    reader = reader.append("k_index", form.store(new.k))
+    for name, rows in cache_rows.of_index_keys(config, new.k).items():
+        reader = reader.append(name, rows)
     if isinstance(reader.shared, selection_lib.AllVisible):
         return reader
-    bounds = {"lo": context.lo, "hi": context.hi, "topk": config.index_topk}
-    num_new = new.q.shape[1]
-    if num_new > FEW:
-        keys = form.restore(reader.sequences("k_index"))
-        # Padding may lie beyond the end of the cache; a query sees only earlier keys.
-        keys = jnp.pad(keys, [(0, 0), (0, num_new), (0, 0)])
-        indices = pallas_kernels.indexer_topk(new.q, keys, new.w, **bounds)
+    if new.q.shape[1] > FEW:
+        indices = _topk(reader, config, new, context)
     else:
-        keys, page_table = reader.pages("k_index")
-        if form.kind is not None:  # not those of other layers and sequences
-            keys, page_table = form.restore(reader.sequences("k_index")), None
-        indices = pallas_kernels.decode_indexer_topk(
-            new.q, keys, new.w, page_table=page_table, **bounds
-        )
+        indices = _topk_of_few(reader, config, new, context)
     return dataclasses.replace(reader, shared=selection_lib.Listed(indices))
+
+
+def _topk(
+    reader: cache_lib.Reader,
+    config: config_lib.ModelConfig,
+    new: indexer.Projections,
+    context: context_lib.Context,
+) -> Int[Array, "b T K"]:
+    """Lists the best keys of many new tokens, as in training."""
+    num_new = new.q.shape[1]
+    # Padding may lie beyond the end of the cache; a query sees only earlier keys.
+    keys, *exponents = (
+        jnp.pad(rows, [(0, 0), (0, num_new), *[(0, 0)] * (rows.ndim - 2)])
+        for rows in map(reader.sequences, cache_rows.index_entries(config, 1))
+    )
+    new, _ = indexer.as_scored(config, new)
+    return pallas_kernels.indexer_topk(
+        new.q,
+        cache_rows.as_index_keys(keys),
+        new.w,
+        context.lo,
+        context.hi,
+        topk=config.index_topk,
+        k_exponents=exponents[0] if exponents else None,
+    )
+
+
+def _topk_of_few(
+    reader: cache_lib.Reader,
+    config: config_lib.ModelConfig,
+    new: indexer.Projections,
+    context: context_lib.Context,
+) -> Int[Array, "b T K"]:
+    """Lists the best keys of few new tokens.
+
+    Where no kernel multiplies codes, those of these sequences alone are restored, not
+    those of other layers and sequences.
+    """
+    names = [*cache_rows.index_entries(config, 1)]
+    (keys, page_table), *exponents = map(reader.pages, names)
+    keys, bounds = cache_rows.as_index_keys(keys), (context.lo, context.hi)
+    options: dict[str, Any] = {"topk": config.index_topk}
+    arguments = new.q, keys, new.w, *bounds, page_table
+    if exponents:
+        coded, _ = indexer.as_scored(config, new)
+        options["k_exponents"] = exponents[0][0]
+        arguments = coded.q, keys, coded.w, *bounds, page_table
+        if not pallas_kernels.takes_index_codes(*arguments, **options):
+            codes, powers = map(reader.sequences, names)
+            codes = cache_rows.as_index_keys(codes)
+            keys = eight_bits.restored(codes, powers, new.q.dtype)
+            options["k_exponents"] = None
+            arguments = new.q, keys, new.w, *bounds, None
+    return pallas_kernels.decode_indexer_topk(*arguments, **options)
 
 
 def _attend(

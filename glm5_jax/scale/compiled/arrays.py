@@ -33,7 +33,11 @@ CRITIC = critic_lib.NAME
 MIB = 2**20
 
 # Dims of what serving keeps, as the letters of shapes.py.
-_CACHE_DIMS = {"kv": ("L", "B", "S", "C+R"), "k_index": ("L", "B", "S", "J")}
+_CACHE_DIMS = {
+    "kv": ("L", "B", "S", "C+R"),
+    "k_index": ("L", "B", "S", "J"),
+    "k_index_exponents": ("L", "B", "S"),
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -53,11 +53,13 @@ class RowsTest(parameterized.TestCase):
             self.assertEqual(shapes, [(7, wanted), (7, 64)])
 
     def test_128_rounded_numbers_share_a_scale(self):
-        """GLM-5's row takes 656 bytes instead of 1,152, an indexer's 132 of 256."""
+        """GLM-5's row takes 656 bytes instead of 1,152, an indexer's 129 of 256."""
         sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}
         config = tiny.model(**sizes, dtype="bfloat16", kv_cache_dtype="fp8")
         self.assertEqual(cache_rows.of_latents(config).width, 656)
-        self.assertEqual(cache_rows.of_index_keys(config).width, 132)
+        codes, exponents = cache_rows.index_entries(config, 7).values()
+        self.assertEqual((codes.shape, codes.dtype), ((7, 128), jnp.uint8))
+        self.assertEqual((exponents.shape, exponents.dtype), ((7,), jnp.int8))
         config = tiny.model(kv_lora_rank=256, kv_cache_dtype="fp8")
         form = cache_rows.of_latents(config)
         x = np.repeat([1.0, 100, 1.0], [128, 128, 8])[None].astype(np.float32)
@@ -150,7 +152,7 @@ class VisibleTest(parameterized.TestCase):
             capacity=9,
         )
         reader = cache_lib.Reader(cache, None, {"kv": jnp.asarray(0)}, None)
-        form = cache_rows.Rows(5, 1, None, "float32", is_padded=False)
+        form = cache_rows.Rows(5, 1, None, "float32")
         options = {"scale": 0.3, "value_dim": 5}
         got = jax.jit(
             lambda *args: dsa_cached._attend_to_copies(reader, form, *args, options)
