@@ -19,7 +19,7 @@ from jaxtyping import Array
 from pallas_kernels import block_sizes, capabilities, dispatch, triton_call
 from pallas_kernels.indexer_kl import gradient as gradient_lib
 
-MAX_HEADS = 64  # of the main attention; a program holds them all
+MAX_HEADS = 64  # of the main attention that a program holds at a time
 KEYS_FLOAT32 = 16  # gathered per step, for tests
 FLOAT32_WIDTH = 192  # of kv: wider rows do not fit in shared memory
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -31,8 +31,6 @@ def unsupported_sparse_indexer_kl_loss(
     """Returns why the kernels cannot take these arguments, or None."""
     del weight, scale
     (q, kv, _), (q_index, k_index, _) = main, index
-    if q.shape[2] > MAX_HEADS:
-        return f"q may have up to {MAX_HEADS} heads, got {q.shape[2]}."
     dims = (*_split(q.shape[3]), q_index.shape[3])
     if any(dim < 16 or dim & (dim - 1) for dim in dims):
         return (
@@ -120,7 +118,7 @@ def _compared(
         N=num_heads,
         C=latent,
         R=rope,
-        HEADS=_block(num_heads),
+        HEADS=min(_block(num_heads), MAX_HEADS),
         KEYS=_keys(q, tiles.kl_listed_target),
     )[0]
     loss, norm, total = triton_call.call(
@@ -214,30 +212,36 @@ def _target_kernel(
     N: tl.constexpr, C: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr,
     KEYS: tl.constexpr,
 ):  # fmt: skip
-    # Stores the head-averaged probabilities of listed keys; zeros after the list.
+    # Stores the head-averaged probabilities of listed keys; zeros after the list. Each
+    # block of heads after the first one gathers the rows again and adds its own.
     row = tl.program_id(0).to(tl.int64)
-    head = tl.arange(0, HEADS)
-    is_head = (head < N)[:, None]
     c, r = tl.arange(0, C)[None], C + tl.arange(0, R)[None]
-    q_ptr += row * (N * (C + R)) + head[:, None] * (C + R)
     kv_ptr += row // T * (S * (C + R))
-    q_c = tl.load(q_ptr + c, is_head, 0.0)
-    q_r = tl.load(q_ptr + r, is_head, 0.0)
-    # Infinity makes the probabilities of padding heads zero.
-    lse = tl.load(lse_ptr + row * N + head, head < N, float("inf"))[:, None] * LOG2_E
     count = tl.load(count_ptr + row)
-    for first in range(0, count, KEYS):
-        k = first + tl.arange(0, KEYS)
-        s = triton_call.listed(indices_ptr + row * K + k, k < count)[:, None]
-        key = s * (C + R)
-        kv_c = tl.load(kv_ptr + key + c)
-        kv_r = tl.load(kv_ptr + key + r)
-        # Scales each product by itself, else all warps compute both.
-        scores = tl.dot(q_c, kv_c.T, input_precision="ieee") * (SCALE * LOG2_E)
-        scores += tl.dot(q_r, kv_r.T, input_precision="ieee") * (SCALE * LOG2_E)
-        probs = tl.exp2(scores - lse)
-        mean = tl.where(k < count, tl.sum(probs, 0) * (1.0 / N), 0.0)
-        tl.store(target_ptr + row * K + k, mean, k < K)
+    for block in tl.static_range(0, N, HEADS):
+        head = block + tl.arange(0, HEADS)
+        is_head = (head < N)[:, None]
+        at = q_ptr + row * (N * (C + R)) + head[:, None] * (C + R)
+        q_c = tl.load(at + c, is_head, 0.0)
+        q_r = tl.load(at + r, is_head, 0.0)
+        # Infinity makes the probabilities of padding heads zero.
+        lse = tl.load(lse_ptr + row * N + head, head < N, float("inf"))[:, None]
+        lse *= LOG2_E
+        for first in range(0, count, KEYS):
+            k = first + tl.arange(0, KEYS)
+            s = triton_call.listed(indices_ptr + row * K + k, k < count)[:, None]
+            key = s * (C + R)
+            kv_c = tl.load(kv_ptr + key + c)
+            kv_r = tl.load(kv_ptr + key + r)
+            # Scales each product by itself, else all warps compute both.
+            scores = tl.dot(q_c, kv_c.T, input_precision="ieee") * (SCALE * LOG2_E)
+            scores += tl.dot(q_r, kv_r.T, input_precision="ieee") * (SCALE * LOG2_E)
+            probs = tl.exp2(scores - lse)
+            mean = tl.where(k < count, tl.sum(probs, 0) * (1.0 / N), 0.0)
+            if block > 0:
+                mean += tl.load(target_ptr + row * K + k, k < count, 0.0)
+            tl.store(target_ptr + row * K + k, mean, k < K)
+        tl.debug_barrier()  # other threads add to these sums
 
 
 @triton.jit
