@@ -4,7 +4,6 @@ import concurrent.futures
 import dataclasses
 import json
 import socket
-import time
 from unittest import mock
 
 from absl.testing import absltest, parameterized
@@ -15,6 +14,7 @@ from glm5_jax.environments.service import command, live
 from tests import environment
 from tests.environments.service import played
 
+LONG = 1000.0  # seconds
 TASK_KEYS = {"id", "messages", "tools", "problem", "tag", "pays_when_cut"}
 # The taskset, and texts that a task's solution or scorer has.
 HIDDEN = (
@@ -274,11 +274,18 @@ class LeavingTest(Case):
 
     def test_an_idle_episode_ends(self):
         taskset = played.Talk()
-        server = self.serve(taskset, idle_seconds=0.4)
+        server = self.serve(taskset, idle_seconds=LONG)
         path = server.begin()
+        (episode,) = server.episodes._all.values()
+        timers = [episode.timer]
         for _ in range(3):  # each request gives it as long again
-            time.sleep(0.2)
             self.assertEqual(server.say(path, "a")[0], 200)
+            timers.append(episode.timer)
+        ends = [timer.when() for timer in timers]
+        self.assertEqual(ends, sorted(set(ends)))
+        is_over = [timer.cancelled() for timer in timers]
+        self.assertEqual(is_over, [True, True, True, False])
+        self.assertEqual(server.shorten_idleness(path, 0.1)[0], 200)
         played.until(lambda: taskset.num_open == 0)
         self.assertEqual(server.ask("GET", path)[0], 404)
         self.assertEqual(server.episodes.endings, {live.IDLE: 1})
@@ -287,7 +294,8 @@ class LeavingTest(Case):
         sandbox.describe().startswith("bubblewrap"), "bubblewrap does not work here"
     )
     def test_the_sandbox_of_an_idle_episode_ends(self):
-        server = self.serve(environments.make("terminal:column_sums"), idle_seconds=1.0)
+        taskset = environments.make("terminal:column_sums")
+        server = self.serve(taskset, idle_seconds=LONG)
         before = played.children()
         path = server.begin()
         call = {"function": {"name": "shell", "arguments": {"command": "echo a b"}}}
@@ -295,6 +303,7 @@ class LeavingTest(Case):
         _, told = server.ask("POST", f"{path}/step", {"message": message})
         self.assertEqual(told["messages"][0]["content"], "a b")
         self.assertNotEmpty(played.children() - before)
+        server.shorten_idleness(path, 0.1)
         played.until(lambda: not played.children() - before)
         self.assertEqual(server.episodes.endings, {live.IDLE: 1})
 
