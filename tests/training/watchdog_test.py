@@ -13,17 +13,24 @@ from tests import environment
 
 LONG = 1000.0  # seconds
 ROOT = pathlib.Path(__file__).parent.parent.parent
+# The watchdog looks at a clock that no stall of the machine moves.
 HANGS = """
-import pathlib, sys, time
+import pathlib, sys, time, types
 from glm5_jax.training.run import watchdog
 
+now = 0.0
+watchdog.time = types.SimpleNamespace(monotonic=lambda: now, ctime=time.ctime)
+
 def a_collective_that_never_ends():
+    global now
+    now += 1.0
     time.sleep(600)
 
 with watchdog.Watchdog(pathlib.Path(sys.argv[1]), 0.5) as dog:
     for _ in range(10):
-        time.sleep(0.2)
         dog.beat(0.01)
+        now += 0.4
+        time.sleep(0.1)  # in which it looks, every 50 ms
     print("went on", flush=True)
     a_collective_that_never_ends()
 """
