@@ -7,7 +7,6 @@ from unittest import mock
 
 from glm5_jax.checkpoint import rollback
 from glm5_jax.storage import kept
-from glm5_jax.training.feeds import corpus
 from glm5_jax.training.reporting import metrics
 from tests import environment, forked
 from tests.storage import emulators
@@ -17,25 +16,14 @@ HELD = 6  # steps of the life that is killed: it does not end before
 
 
 def live(config, address, compiled, environ, last):
-    """Starts or resumes the run, in a child, on the machine of `environ`.
-
-    It draws no more than `last` batches, and waits to be killed then.
-    """
+    """Starts or resumes the run, in a child, on the machine of `environ`."""
     os.environ.update(environ)
     emulators.configure(environ)
-    draw = corpus.Corpus.next
-
-    def held(feed, params, position):
-        if position >= last:
-            time.sleep(kill_test.SECONDS)
-        return draw(feed, params, position)
-
     with (
         mock.patch.object(kept, "SECONDS", 0.1),
-        mock.patch.object(corpus.Corpus, "next", held),
         kept.in_step(address) as workdir,
     ):
-        kill_test.live(config, workdir, compiled)
+        kill_test.live(config, workdir, compiled, last)
 
 
 class LivesTest:
@@ -51,9 +39,9 @@ class LivesTest:
         cls.environ = cls.enterClassContext(environ)
         cls.address = f"{cls.scheme}://bucket/run"
 
-    def start(self, workdir, last=num_steps):
+    def start(self, workdir, last=None):
         if not isinstance(workdir, str):
-            return super().start(workdir)
+            return super().start(workdir, last)
         given = self.config, workdir, self.compiled, self.environ, last
         child = forked.PROCESSES.Process(target=live, args=given)
         child.start()

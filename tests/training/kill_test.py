@@ -27,14 +27,23 @@ from glm5_jax.training.reporting import metrics, plot
 from tests import environment, forked, runs, small_configs
 
 KILLS = int(os.environ.get("GLM5_JAX_KILLS", "6"))
-STEPS_A_LIFE = 3  # at most, and some of them lost
+STEPS_A_LIFE = 4  # at most, and some of them lost; the last one may be on its way
 SECONDS = 600  # for a life, on a machine under load
 
 
-def live(config, workdir, compiled):
-    """Starts or resumes the run, in a child; its program has been compiled."""
+def live(config, workdir, compiled, last=None):
+    """Starts or resumes the run, in a child; its program has been compiled.
+
+    It draws no more than `last` batches, and waits to be killed then: it does not come
+    to its end, however late the kill is.
+    """
     environment.configure()
-    program = pickle.loads(compiled.read_bytes())
+    program, draw = pickle.loads(compiled.read_bytes()), corpus.Corpus.next
+
+    def held(feed, params, position):
+        if last is not None and position >= last:
+            time.sleep(SECONDS)
+        return draw(feed, params, position)
 
     def load():
         return serialize_executable.deserialize_and_load(
@@ -46,6 +55,7 @@ def live(config, workdir, compiled):
         runs.use_devices(),
         mock.patch.object(os, "fsync"),  # a kill loses nothing that was written
         mock.patch.object(plot, "plot_losses"),
+        mock.patch.object(corpus.Corpus, "next", held),
         # It compiles an evaluation, and there is none: eval_every is 0.
         mock.patch.object(corpus.Corpus, "prepare"),
         mock.patch.object(program_lib.Program, "lower", return_value=lowered),
@@ -99,8 +109,8 @@ class LivesTest(runs.FolderTest):
         cls.compiled = cls.root / "compiled.pickle"
         cls.compiled.write_bytes(pickle.dumps(executable))
 
-    def start(self, workdir):
-        given = self.config, workdir, self.compiled
+    def start(self, workdir, last=None):
+        given = self.config, workdir, self.compiled, last
         child = forked.PROCESSES.Process(target=live, args=given)
         child.start()
         self.addCleanup(child.kill)
@@ -125,8 +135,8 @@ class KillTest(LivesTest):
     def kill_once(self, name, num_steps, wait):
         """Kills a life some time after it has done some steps; returns in what."""
         workdir = self.root / name
-        child = self.start(workdir)
         goal, deadline = num_lines(workdir) + num_steps, time.monotonic() + SECONDS
+        child = self.start(workdir, goal + 1)  # the next step is begun before a line
         while num_lines(workdir) < goal:
             self.assertTrue(child.is_alive(), "it ended by itself")
             self.assertLess(time.monotonic(), deadline)
@@ -145,7 +155,11 @@ class KillTest(LivesTest):
         step_seconds = np.median([r["perf/step_seconds"] for r in records])
         rng = np.random.default_rng(0)
         moments = collections.Counter(
-            self.kill_once("killed", rng.integers(1, 4), rng.uniform(0, step_seconds))
+            self.kill_once(
+                "killed",
+                int(rng.integers(1, STEPS_A_LIFE)),
+                rng.uniform(0, step_seconds),
+            )
             for _ in range(KILLS)
         )
         sys.stderr.write(f"{KILLS} kills: {dict(moments)}\n")
