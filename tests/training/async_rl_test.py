@@ -106,22 +106,11 @@ class AsyncTest(runs.OneDeviceTest):
         folder, killed = self.root / "alive", self.root / "killed"
         resets, take = collections.Counter(), own_engine.OwnEngine.take
 
-        def unfinished(path, names):
-            saves = pathlib.Path(path).name == "checkpoints"
-            return [n for n in names if n.startswith(".") or (saves and n != "2")]
-
-        def copy(made):
-            """In the thread that plays, so that nothing else is noted meanwhile."""
-            if not made.groups.num_ready:
-                return False
-            made._journal._thread.submit(int).result()  # what was noted is written
-            shutil.copytree(folder, killed, ignore=unfinished)
-            return True
-
         def copied(actors, version):
             if version == 4:  # before the fifth step has its groups
-                while not actors._local.call(copy):
+                while not actors._local.call(lambda made: made.groups.num_ready):
                     time.sleep(0.002)
+                rl_runs.copy_as_killed(actors, folder, killed)
             return take(actors, version)
 
         with mock.patch.object(own_engine.OwnEngine, "take", copied):

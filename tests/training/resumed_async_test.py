@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import pathlib
-import shutil
 from unittest import mock
 
 import jax
@@ -20,12 +18,6 @@ from tests.training import rl_runs
 
 LIMITS = {"max_skipped_in_a_row": 1, "on_not_finite": "roll_back"}
 CONFIG = dataclasses.replace(rl_runs.STALE, health=config_lib.HealthConfig(**LIMITS))
-
-
-def unfinished(path, names):
-    """What a copy leaves out, so that it has the checkpoint of step 2 alone."""
-    saves = pathlib.Path(path).name == "checkpoints"
-    return [n for n in names if n.startswith(".") or (saves and n != "2")]
 
 
 def spoiling(wanted):
@@ -62,7 +54,7 @@ class ResumedTest(rl_runs.StaleTest):
 
         def copied(actors, version):
             if version == 4:
-                shutil.copytree(folder, killed, ignore=unfinished)
+                rl_runs.copy_as_killed(actors, folder, killed)
             return take(actors, version)
 
         with (

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import shutil
 import sys
 from unittest import mock
 
@@ -107,6 +108,23 @@ def assert_same_state(workdir, other, config):
     """Bit by bit."""
     states = [read_state(folder, config) for folder in (workdir, other)]
     jax.tree.map(np.testing.assert_array_equal, *states)
+
+
+def copy_as_killed(actors, workdir, target):
+    """Copies a run's folder as a kill now would leave it, with checkpoint 2 alone.
+
+    In the thread that plays, which notes nothing meanwhile; what it noted is written.
+    """
+
+    def unfinished(path, names):
+        saves = pathlib.Path(path).name == "checkpoints"
+        return [n for n in names if n.startswith(".") or (saves and n != "2")]
+
+    def copy(made):
+        made._journal._thread.submit(int).result()
+        shutil.copytree(workdir, target, ignore=unfinished)
+
+    actors._local.call(copy)
 
 
 def computed(workdir):
