@@ -10,11 +10,12 @@ import pytest
 from absl.testing import parameterized
 
 from glm5_jax import config, environments
-from glm5_jax.environments import proofs, sandbox, tool_calls, validate
+from glm5_jax.environments import proofs, tool_calls, validate
 from glm5_jax.environments.sandbox import bubblewrap
 from glm5_jax.environments.worlds.terminal import families, world
 from glm5_jax.environments.worlds.terminal.draft import Draft, Family, answer
 from tests import environment
+from tests.environments import episodes
 
 MISSING = bubblewrap.missing()
 NAMES = [name for name, family in families.ALL.items() if not world.missing(family)]
@@ -202,7 +203,13 @@ class EpisodeTest(parameterized.TestCase):
 
     def test_a_file_that_only_one_check_sees_earns_nothing(self):
         fifo = "mkfifo answer.txt; (echo 7 > answer.txt) &"
-        with mock.patch.object(world, "_LIMITS", sandbox.Limits(seconds=1.0)):
+        score = world.Episode._score
+
+        async def hurried(env, **how):
+            episodes.hurry(env.box, 1.0)
+            return await score(env, **how)
+
+        with mock.patch.object(world.Episode, "_score", hurried):
             *_, last = self.play(shell(fifo), tool_calls.turn("submit"))
         self.assertEqual(last.reward.total, 0.0)
 
@@ -229,6 +236,7 @@ class EpisodeTest(parameterized.TestCase):
             try:
                 await env.reset(self.task)
                 await env.box.run("grep() { sleep 100; }")
+                episodes.hurry(env.box, 1.0)
                 return await self.terminal.leaks(env, self.task)
             finally:
                 await env.close()
@@ -236,10 +244,7 @@ class EpisodeTest(parameterized.TestCase):
         made = world.draft(*self.task.answer)
         hidden = made.expects[0].__class__("sha256sum 'a b' | cut -c1-9", "1")
         made.__dict__["expects"] = (hidden,)
-        with (
-            mock.patch.object(world, "_LIMITS", sandbox.Limits(seconds=1.0)),
-            self.assertRaises(TimeoutError),
-        ):
+        with self.assertRaises(TimeoutError):
             asyncio.run(look())
 
 
