@@ -15,6 +15,7 @@ from absl.testing import parameterized
 
 from glm5_jax import config, environments
 from glm5_jax.environments import play, proofs, protocol, sandbox, validate
+from glm5_jax.environments.sandbox import processes
 from glm5_jax.environments.tasks import ladder
 from tests import environment, forked
 
@@ -130,18 +131,25 @@ class Counted(Taskset):
 
 
 class Heavy(Taskset):
-    """Its environment starts a process that takes memory."""
+    """Its environment starts a process that takes memory until somebody has looked."""
+
+    looks = 0  # at the memory of all processes
 
     def environment(self):
         inner = super().environment()
         reset = inner.reset
 
         async def heavy(task):
-            code = "x = bytearray(64_000_000); import time; time.sleep(0.25)"
+            code = "x = bytearray(64_000_000); print(flush=True); input()"
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
             child = await asyncio.create_subprocess_exec(
-                sys.executable, "-I", "-S", "-c", code
+                sys.executable, "-I", "-S", "-c", code, **pipes
             )
-            await child.wait()
+            await child.stdout.readline()
+            looks = Heavy.looks
+            while Heavy.looks == looks:
+                await asyncio.sleep(0.01)
+            await child.communicate(b"\n")
             return await reset(task)
 
         inner.reset = heavy
@@ -371,7 +379,7 @@ class ResumeTest(parameterized.TestCase):
         self.assertNotEmpty(lines)
 
     def test_memory_of_processes_is_seen(self):
-        """A child of 64 MB, which the environment starts for a quarter of a second.
+        """A child of 64 MB, which the environment starts for a moment.
 
         One of as much that was there before does not count.
         """
@@ -383,9 +391,16 @@ class ResumeTest(parameterized.TestCase):
         )
         other.stdout.readline()
         self.addCleanup(other.communicate)
-        figures = validate.validate(
-            f"{__name__}:Heavy", validate.Settings(num_tasks=1, num_repeats=1), None
-        )
+        look = processes.resident_bytes
+
+        def looked(pid):
+            Heavy.looks += 1
+            return look(pid)
+
+        with mock.patch.object(processes, "resident_bytes", looked):
+            figures = validate.validate(
+                f"{__name__}:Heavy", validate.Settings(num_tasks=1, num_repeats=1), None
+            )
         self.assertBetween(figures["megabytes_most"], 64, 200)
 
     def test_memory_of_its_own_is_seen(self):

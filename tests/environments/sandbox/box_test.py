@@ -100,6 +100,26 @@ def outputs(*commands, **settings):
     return with_box(use, **settings)
 
 
+async def run_until(box, command, said):
+    """Returns the result of a command whose time is over once it has said something."""
+    limits, timeout = [], asyncio.timeout
+
+    def kept(seconds):
+        limits.append(timeout(seconds))
+        return limits[-1]
+
+    with mock.patch.object(asyncio, "timeout", kept):
+        running = asyncio.create_task(box.run(command, SECONDS))
+        while not (limits and said.encode() in box._pipes.out._kept):
+            assert not running.done(), running
+            await asyncio.sleep(0.01)
+    limit = limits[0]
+    now = asyncio.get_running_loop().time()
+    assert now < limit.when() <= now + SECONDS
+    limit.reschedule(now)
+    return await running
+
+
 class ShellTest(absltest.TestCase):
     """Subclasses are of other kinds."""
 
@@ -147,7 +167,7 @@ class ShellTest(absltest.TestCase):
     def test_time_and_output_are_bounded(self):
 
         async def use(box):
-            late = await box.run("echo 1 > kept; echo begun; sleep 100", 0.3)
+            late = await run_until(box, "echo 1 > kept; echo begun; sleep 100", "begun")
             after = await box.run("cat kept")
             long = await box.run("head -c 300000 /dev/zero | tr '\\0' x; echo >&2")
             return late, after, long, await box.run("echo short")
