@@ -77,7 +77,7 @@ class SaveRestoreTest(steps.StepsTestCase):
         to_save, written = stored.to_save, []
 
         def held(*args):
-            go_on.wait(timeout=2)
+            go_on.wait(timeout=60)
             written.append(args)
             return to_save(*args)
 

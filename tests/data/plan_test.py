@@ -9,6 +9,7 @@ import pathlib
 import signal
 import subprocess
 import threading
+from concurrent import futures
 from unittest import mock
 
 from absl.testing import parameterized
@@ -278,11 +279,20 @@ class WorkersTest(parameterized.TestCase):
         got = set(workers.results(os.readlink, ["/proc/self"] * 2, 2))
         self.assertNotIn(str(os.getpid()), got)
         folder = pathlib.Path(self.create_tempdir().full_path)
-        wait = "sleep 0.1; touch"
+        go, end = folder / "go", futures.ProcessPoolExecutor.shutdown
+        wait = f"until [ -e {go} ]; do sleep 0.02; done; touch"
         tasks = [["sh", "-c", f"{wait} {folder / str(i)}"] for i in range(40)]
-        with self.assertRaises(subprocess.CalledProcessError):
+
+        def ended(pool, *args, **kwargs):
+            go.touch()
+            end(pool, *args, **kwargs)
+
+        with (
+            mock.patch.object(futures.ProcessPoolExecutor, "shutdown", ended),
+            self.assertRaises(subprocess.CalledProcessError),
+        ):
             list(workers.results(subprocess.check_call, [["false"], *tasks], 2))
-        self.assertLess(len(os.listdir(folder)), 30)  # those under way finish
+        self.assertLess(len(os.listdir(folder)), 10)  # those under way finish
 
     def test_a_worker_ends_when_its_parent_dies(self):
         """A pipe stands for the parent's life; its other end closes as that dies."""
