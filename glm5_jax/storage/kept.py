@@ -193,7 +193,8 @@ class _Keeper:
             except Exception as error:  # the run goes on, and so does this thread
                 if self._lost is not None:
                     logging.error("%s", error)
-                    os.kill(os.getpid(), signal.SIGTERM)  # as a preemption
+                    if not self._ended.is_set():  # else the block has its error
+                        os.kill(os.getpid(), signal.SIGTERM)  # as a preemption
                     return
                 if str(error) != shown:
                     logging.warning("Not uploaded, to be tried again: %s", error)

@@ -5,6 +5,7 @@ import pathlib
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from unittest import mock
 
@@ -396,6 +397,28 @@ class StoreTest:
         self.assertIn("b", self.objects())
         self.assertNotEqual(bucket_lib.Bucket(self.address).read_text("a"), "too late")
         self.assertEqual((place / "a").read_text(), "too late")
+
+    def test_a_start_that_is_overtaken_at_its_end_gets_no_signal(self):
+        """Which would find no handler of the run, and a launcher start it again."""
+        ended, begun, upload = [], threading.Event(), kept._Keeper.upload
+        before = signal.signal(signal.SIGTERM, lambda *_: ended.append(1))
+        self.addCleanup(signal.signal, signal.SIGTERM, before)
+        self.enterContext(mock.patch.object(kept, "SECONDS", 0.01))
+
+        def late(keeper, **how):
+            begun.set()
+            keeper._ended.wait(emulators.SECONDS)
+            upload(keeper, **how)
+
+        with (
+            mock.patch.object(kept._Keeper, "upload", late),
+            self.assertRaisesRegex(config_lib.InputError, "taken over by"),
+            kept.in_step(self.address) as place,
+        ):
+            emulators.write(place, a="one")
+            bucket_lib.Bucket(self.address).write_text(".owner", "another")
+            self.assertTrue(begun.wait(emulators.SECONDS))
+        self.assertEqual(ended, [])
 
     def test_a_start_that_was_overtaken_does_not_end_as_a_preempted_one(self):
         with (
