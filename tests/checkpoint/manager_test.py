@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import tqdm
 from absl.testing import parameterized
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -196,6 +197,7 @@ class SaveRestoreTest(steps.StepsTestCase):
         self.assertTrue((self.step_folder(1) / manifest.NAME).exists())
 
     def test_closing_ends_the_threads(self):
+        tqdm.tqdm(disable=True)  # has a thread of its own, which stays
         before = {*threading.enumerate()}
         manager = self.with_steps(1)
         manager.save(2, steps.make_state(2), steps.METADATA)
