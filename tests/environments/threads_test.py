@@ -51,11 +51,14 @@ class ThreadsTest(absltest.TestCase):
 
     def test_no_more_than_most_run_at_once(self):
         made, lock, now, most = self.made(seconds=60.0), threading.Lock(), [0], [0]
+        first = threading.Barrier(3)
 
         def call(number):
             with lock:
                 now[0] += 1
                 most[0] = max(most[0], now[0])
+            if number < 3:
+                first.wait(20)
             time.sleep(0.002)
             with lock:
                 now[0] -= 1
