@@ -22,8 +22,9 @@ FULL = {
 class LogTest(absltest.TestCase):
     def shown(self, *steps, total=10):
         line = progress.Progress(total)
+        clock = mock.Mock(side_effect=range(100))  # nobody else's: threads look, too
         with (
-            mock.patch.object(progress.time, "monotonic", side_effect=range(100)),
+            mock.patch.object(progress, "time", mock.Mock(monotonic=clock)),
             mock.patch.object(progress, "_SECONDS_BETWEEN_LINES", 4.5),
             self.assertLogs("absl", "INFO") as logs,
         ):
