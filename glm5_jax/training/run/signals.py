@@ -22,23 +22,26 @@ def listening() -> Iterator[Callable[[int], bool]]:
     processes jax.distributed listens for SIGTERM to any of them and chooses the step at
     which all stop. Only a main thread can receive signals.
     """
-    is_asked = threading.Event()
+    # No threading.Event, whose lock a second signal within the first would wait for.
+    asked: list[int] = []
     is_alone = jax.process_count() == 1
     if threading.current_thread() is not threading.main_thread():
-        yield lambda step: is_asked.is_set()
+        yield lambda step: False
         return
 
-    def interrupted(*_: object) -> None:
+    def terminated(number: int, *_: object) -> None:
+        asked.append(number)
+
+    def interrupted(number: int, *_: object) -> None:
         signal.signal(signal.SIGINT, interrupts.end_at_once)
-        is_asked.set() if is_alone else os.kill(os.getpid(), signal.SIGTERM)
+        asked.append(number) if is_alone else os.kill(os.getpid(), signal.SIGTERM)
 
     before = {signal.SIGINT: signal.signal(signal.SIGINT, interrupted)}
     if is_alone:
-        terminated = signal.signal(signal.SIGTERM, lambda *_: is_asked.set())
-        before[signal.SIGTERM] = terminated
+        before[signal.SIGTERM] = signal.signal(signal.SIGTERM, terminated)
     try:
         if is_alone:
-            yield lambda step: is_asked.is_set()
+            yield lambda step: bool(asked)
         else:
             yield multihost_utils.reached_preemption_sync_point
     finally:
