@@ -5,6 +5,7 @@ import concurrent.futures
 import http.server
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,6 @@ from absl.testing import absltest, parameterized
 from glm5_jax import config, environments
 from glm5_jax.environments import play, proofs, protocol, validate
 from glm5_jax.environments.service import remote, through
-from glm5_jax.http_server import listening
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl import held_out
 from tests import environment
@@ -196,18 +196,16 @@ class OwnProcess:
     """A service of the command line, in a process of its own."""
 
     def __init__(self, *flags):
-        with listening.bind("127.0.0.1", 0) as bound:
-            self.port = bound.getsockname()[1]
         words = [sys.executable, "-m", "glm5_jax.environments", "serve", "calculator:2"]
         self.process = subprocess.Popen(
-            [*words, f"--port={self.port}", *flags],
+            [*words, "--port=0", *flags],  # any that is free when it binds
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "JAX_PLATFORMS": "cpu"},
         )
-        self.url = f"http://127.0.0.1:{self.port}"
         for line in self.process.stderr:
-            if "Serving calculator:2 at" in line:
+            if found := re.search(r"Serving calculator:2 at (http:.*:(\d+))$", line):
+                self.url, self.port = found[1], int(found[2])
                 return
         raise AssertionError("the service did not start")
 
