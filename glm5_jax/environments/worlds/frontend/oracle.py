@@ -207,11 +207,12 @@ async def _wait_for(page: Any, used: frameworks.Framework | None) -> None:
 async def _comes(page: Any, step: draft.Step, seconds: float) -> bool:
     """Returns whether an expectation holds, now or within some time."""
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + seconds
+    deadline, is_over = loop.time() + seconds, not seconds
     while not holds(step, await look(page, step[1])):
-        if loop.time() >= deadline:
+        if is_over:
             return False
         await asyncio.sleep(_POLL_SECONDS)
+        is_over = loop.time() >= deadline  # asked before the last look, not after it
     return True
 
 

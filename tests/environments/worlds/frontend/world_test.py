@@ -9,6 +9,7 @@ import json
 import pathlib
 import random
 import sys
+import time
 import unittest
 from unittest import mock
 
@@ -99,6 +100,27 @@ class RatesTest(absltest.TestCase):
             rates.spearman([1.0, 1.0, 2.0], [1.0, 2.0, 3.0]), 0.75**0.5
         )
         self.assertIsNone(rates.spearman([1.0, 1.0], [1.0, 2.0]))
+
+
+class PatienceTest(parameterized.TestCase):
+    @parameterized.parameters((0.01, True, 2), (0.0, False, 1))
+    def test_the_last_look_is_after_the_time(self, seconds, comes, num_looks):
+        """A stall that takes all of the time is followed by a look."""
+        looks = []
+
+        async def look(page, where):
+            looks.append(where)
+            if len(looks) == 1:
+                time.sleep(0.02)
+                return False
+            return True
+
+        with (
+            mock.patch.object(oracle, "look", look),
+            mock.patch.object(oracle, "holds", lambda step, found: found),
+        ):
+            found = asyncio.run(oracle._comes(None, ("shows", "#a"), seconds))
+        self.assertEqual((found, len(looks)), (comes, num_looks))
 
 
 @unittest.skipIf(MISSING, MISSING)
