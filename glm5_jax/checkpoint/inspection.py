@@ -202,6 +202,8 @@ def _describe(folder: epath.Path, is_verified: bool) -> Row:
             rate = hashed / (time.perf_counter() - began) / 1e9
             status = f"verified, {rate:.2f} GB/s"
     except config_lib.DamagedError as error:
+        if not folder.exists():  # its run has deleted it meanwhile
+            raise FileNotFoundError(str(folder)) from error
         status, problem = "DAMAGED", str(error)
     return Row(folder, size, age, _metrics(folder), status, problem)
 

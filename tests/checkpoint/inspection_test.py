@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import unittest
+from unittest import mock
 
 from absl import flags
 from absl import logging as absl_logging
@@ -19,7 +20,7 @@ from etils import epath
 from glm5_jax import command_line
 from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import __main__ as command
-from glm5_jax.checkpoint import inspection, manifest, retention
+from glm5_jax.checkpoint import inspection, manifest, retention, step_folder
 from tests import environment
 from tests.checkpoint import faults_test
 
@@ -194,6 +195,20 @@ class CommandTest(faults_test.FaultsTestCase):
         folders = [epath.Path(self.step_folder(n)) for n in (1, 7)]
         (row,) = inspection.describe(folders)
         self.assertEqual((row.folder, row.status), (folders[0], "sizes match"))
+
+    @parameterized.parameters("missing", "require_number")
+    def test_a_step_that_is_deleted_while_it_is_described_is_no_row(self, name):
+        look = getattr(step_folder, name)
+
+        def late(folder):
+            if folder.name == "1" and folder.exists():
+                step_folder.remove(folder)
+            return look(folder)
+
+        steps = [epath.Path(self.step_folder(step)) for step in (1, 2)]
+        with mock.patch.object(step_folder, name, late):
+            (row,) = inspection.describe(steps, is_verified=True)
+        self.assertEqual((row.folder.name, row.problem), ("2", ""))
 
     def test_the_metadata_must_be_of_the_step(self):
         self.remove_manifests(2)
