@@ -235,11 +235,13 @@ class _Life:
         """Awaits work with a page; one that hangs takes the browser with it."""
         from playwright import async_api
 
+        begun = self._chromium
         try:
             async with asyncio.timeout(seconds):
                 return await work
         except (TimeoutError, async_api.TimeoutError) as error:
-            await self._kill()
+            if begun is self._chromium:  # else another page has ended it
+                await self._kill()
             raise SlowPageError(f"the page took longer than {seconds:g} s") from error
 
     async def work(self, page: Any, work: Work[_T], seconds: float) -> _T:
@@ -261,7 +263,8 @@ class _Life:
             async with asyncio.timeout(_SECONDS_TO_CLOSE):
                 await context.close()
         except TimeoutError:
-            await self._kill()
+            if context.browser is self._chromium:
+                await self._kill()
         except async_api.Error:
             pass  # it is closed
 

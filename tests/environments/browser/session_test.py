@@ -14,6 +14,7 @@ from absl.testing import absltest, parameterized
 from glm5_jax import config
 from glm5_jax.environments import browser
 from glm5_jax.environments.browser import chromium, memory
+from glm5_jax.environments.browser import session as session_lib
 from glm5_jax.environments.sandbox import bubblewrap, processes
 
 MISSING = browser.missing()
@@ -112,6 +113,29 @@ class BrowserTest(parameterized.TestCase):
         slow, *good = asyncio.run(play())
         self.assertIsInstance(slow, browser.SlowPageError)
         self.assertEqual(good, ["first", "first"])
+
+    def test_two_pages_that_hang_end_one_browser(self):
+        """The second one is late when another browser has been started."""
+        life, old, new = session_lib._Life(), mock.Mock(), mock.Mock()
+        old.close, new.close = mock.AsyncMock(), mock.AsyncMock()
+
+        async def hang():
+            await asyncio.sleep(1000)
+
+        async def play():
+            life._chromium = old
+            works = [life.bounded(hang(), seconds) for seconds in (0.01, 0.2)]
+            first, second = map(asyncio.ensure_future, works)
+            with self.assertRaises(browser.SlowPageError):
+                await first
+            life._chromium = new
+            with self.assertRaises(browser.SlowPageError):
+                await second
+
+        asyncio.run(play())
+        old.close.assert_called_once()
+        new.close.assert_not_called()
+        self.assertIs(life._chromium, new)
 
     def test_a_page_that_takes_too_much_memory_crashes_alone(self):
         script = "window.kept = []; setInterval(() => kept.push("
