@@ -51,8 +51,6 @@ VARIABLES = {
     "gs": {
         "STORAGE_EMULATOR_HOST": "http://127.0.0.1:{port}",
         "FSSPEC_GCS_TOKEN": "anon",
-        # As storage/bucket.py sets it: gcsfs reads it at its import, here the first.
-        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
     },
     "s3": {
         "AWS_ENDPOINT_URL": "http://127.0.0.1:{port}",
@@ -74,6 +72,8 @@ def serving(scheme, home):
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     environ = {k: v.format(port=port) for k, v in VARIABLES[scheme].items()}
     environ |= {"GLM5_JAX_BUCKETS": str(home), "NO_PROXY": "127.0.0.1"}
+    # As storage/bucket.py sets it: gcsfs reads it at its import, which may be for S3.
+    environ |= {"GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
     with subprocess.Popen(command, **quiet) as server:
         try:
             _wait_for(f"http://127.0.0.1:{port}", server)
