@@ -19,7 +19,7 @@ from glm5_jax.rl.actors import groups as groups_lib
 from glm5_jax.rl.actors import orchestrator as orchestrator_lib
 from tests import environment
 from tests.data import templates_test
-from tests.rl import faults
+from tests.rl import faults, virtual_time
 
 TEMPLATE = templates_test.template(clear=False)
 OK = templates_test.ids_of("</think>OK<|user|>")
@@ -594,15 +594,18 @@ class OrchestratorTest(parameterized.TestCase):
             "the oldest for 0 s"
         )
         with self.assertRaisesRegex(orchestrator_lib.StalledError, words):
-            asyncio.run(run())
+            virtual_time.run(run())
         self.assertEqual(taskset.counts.resets, taskset.counts.closes)
 
     def test_a_taskset_that_hangs_is_reported(self):
-        engine, taskset, over = Engine(), Lucky(), threading.Event()
-        task = taskset.task
+        engine, taskset = Engine(), Lucky()
+        hanging, over = threading.Event(), threading.Event()
+        clock, task = mock.Mock(monotonic=mock.Mock(return_value=0.0)), taskset.task
 
         def hangs(split, seed, index):
             if index:
+                clock.monotonic.return_value += 7.0
+                hanging.set()
                 over.wait(30)
             return task(split, seed, index)
 
@@ -615,14 +618,18 @@ class OrchestratorTest(parameterized.TestCase):
             try:
                 await made.take(30)
                 made.published(1)
+                await asyncio.to_thread(hanging.wait, 30)
                 await made.take(0.3)
             finally:
                 over.set()
                 playing.cancel()
                 await asyncio.wait({playing})
 
-        words = "no episode has advanced .* has been making group 1's task for 0 s"
-        with self.assertRaisesRegex(orchestrator_lib.StalledError, words):
+        words = "no episode has advanced .* has been making group 1's task for 7 s"
+        with (
+            mock.patch.object(orchestrator_lib, "time", clock),
+            self.assertRaisesRegex(orchestrator_lib.StalledError, words),
+        ):
             asyncio.run(run())
 
     def test_a_taskset_without_a_task_ends_the_run(self):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+from unittest import mock
 
 from absl.testing import absltest
 
@@ -12,14 +13,16 @@ from glm5_jax.rl import pump as pump_lib
 from tests.rl import scripted
 
 SOON = 20.0  # seconds; what is waited for takes milliseconds
-HOLD = 5.0  # seconds; an engine that waits for a loop in vain takes 10
+ENDLESS = 10**6  # tokens; they take longer than SOON
+HOLD = 600.0  # seconds that an engine waits for a loop in vain
 
 
 class Engine(scripted.ScriptedEngine):
     """Keeps how many requests each dispatch had."""
 
     def __init__(self, num_tokens=1):
-        super().__init__(lambda request: [7] * num_tokens, num_slots=16)
+        tokens, capacity = [7] * num_tokens, num_tokens + 512
+        super().__init__(lambda request: tokens, num_slots=16, capacity=capacity)
         self.sizes = []
 
     def step(self):
@@ -73,28 +76,26 @@ class PumpTest(absltest.TestCase):
         self.assertEqual(engine.sizes, [4] * 6)
 
     def test_nobody_waits_for_one_that_is_slow(self):
-        async def episode(pump, first, num_rounds):
+        engine = Engine()
+
+        async def episode(pump, first, is_slow):
             for number in range(2):
-                for _ in range(num_rounds):
+                while is_slow and len(engine.sizes) < 2 + number:
                     await asyncio.sleep(0)
                     time.sleep(0.002)
                 await pump.complete(request(first + number))
 
         async def main(pump, served):
-            rounds = (*[0] * 8, 90)
-            await asyncio.gather(
-                *(episode(pump, 10 * i, n) for i, n in enumerate(rounds))
-            )
+            await asyncio.gather(*(episode(pump, 10 * i, i == 8) for i in range(9)))
 
-        engine = Engine()
         self.play(engine, main)
         self.assertEqual(engine.sizes, [8, 8, 1, 1])
 
     def test_a_cancelled_request_ends(self):
-        engine = Engine(num_tokens=400)
+        engine = Engine(num_tokens=ENDLESS)
 
         async def main(pump, served):
-            task = asyncio.create_task(pump.complete(request(0, 400)))
+            task = asyncio.create_task(pump.complete(request(0, ENDLESS)))
             while not engine.sizes:
                 await asyncio.sleep(0.001)
             task.cancel()
@@ -107,10 +108,10 @@ class PumpTest(absltest.TestCase):
         self.assertEqual(engine.num_aborted, 1)
 
     def test_a_service_that_ends_fails_its_requests(self):
-        engine = Engine(num_tokens=400)
+        engine = Engine(num_tokens=ENDLESS)
 
         async def main(pump, served):
-            task = asyncio.create_task(pump.complete(request(0, 400)))
+            task = asyncio.create_task(pump.complete(request(0, ENDLESS)))
             while not engine.sizes:
                 await asyncio.sleep(0.001)
             await asyncio.to_thread(served.close)
@@ -121,6 +122,7 @@ class PumpTest(absltest.TestCase):
 
     def test_a_closed_pump_holds_no_engine(self):
         """Though its loop does not turn any more."""
+        self.enterContext(mock.patch.object(pump_lib, "_HOLD_SECONDS", HOLD))
         engine = Engine()
         served = service.Service(engine)
         pump = pump_lib.Pump(served)
@@ -136,10 +138,11 @@ class PumpTest(absltest.TestCase):
 
         asking = loop.run_until_complete(main())
         began = time.monotonic()
-        while not engine.sizes and time.monotonic() - began < HOLD:
+        while not engine.sizes and time.monotonic() - began < SOON:
             time.sleep(0.001)
+        self.assertNotEmpty(engine.sizes)
         served.close()
-        self.assertLess(time.monotonic() - began, HOLD)
+        self.assertLess(time.monotonic() - began, HOLD / 2)
         asking.cancel()
         loop.run_until_complete(asyncio.wait({asking}))
 
