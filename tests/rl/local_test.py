@@ -8,6 +8,7 @@ import time
 from concurrent import futures
 from unittest import mock
 
+from absl import logging
 from absl.testing import absltest
 
 from glm5_jax.inference import service
@@ -84,16 +85,24 @@ class LocalTest(absltest.TestCase):
             self.assertGreaterEqual(taskset.num_closed, taskset.counts.resets)
 
     def test_an_environment_that_blocks_the_thread_is_named(self):
-        blocked = []
+        blocked, shown = [], threading.Event()
+
+        def show(*words):
+            logging.error(*words)
+            if "close_by_computing" in words[-1]:
+                shown.set()
 
         async def close_by_computing():
+            await asyncio.sleep(0.3)  # the loop turns: it is looked at anew
             if not blocked:
                 blocked.append(True)
-                time.sleep(1.0)
+                shown.wait(STALL / 2)
+                time.sleep(0.5)
 
         with (
             mock.patch.object(lag, "_LOOK_SECONDS", 0.25),
             mock.patch.object(lag, "_LATE_SECONDS", 0.5),
+            mock.patch.object(lag, "logging", mock.Mock(wraps=logging, error=show)),
             self.assertLogs("absl", "WARNING") as logs,
             self.playing(Taskset(close_by_computing)) as played,
         ):

@@ -19,13 +19,13 @@ from absl.testing import absltest, parameterized
 from glm5_jax import config
 from glm5_jax import messages as messages_lib
 from glm5_jax.environments import protocol, threads
+from glm5_jax.rl import at_once, completer, rollouts
 from glm5_jax.rl import calls as calls_lib
-from glm5_jax.rl import completer, rollouts
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl import pump as pump_lib
 from tests import environment
 from tests.data import templates_test
-from tests.rl import faults, scripted
+from tests.rl import faults, orchestrator_test, scripted, virtual_time
 
 TEMPLATE = templates_test.template(clear=False)
 OK = templates_test.ids_of("</think>OK<|user|>")
@@ -256,7 +256,7 @@ class FaultTest(parameterized.TestCase):
             await asyncio.to_thread(over.wait if hangs else time.sleep, *[0.0][hangs:])
             return ends()
 
-        settings = dataclasses.replace(SETTINGS, num_concurrent=20, call_timeout=1.5)
+        settings = dataclasses.replace(SETTINGS, num_concurrent=20, call_timeout=4.0)
         made = functools.partial(threads.Threads, seconds=0.05)
         with mock.patch.object(threads, "Threads", made):
             found = collect(Scripted(step), count=20, settings=settings)
@@ -331,9 +331,13 @@ class FaultTest(parameterized.TestCase):
 
         limits = {"call_timeout": 0.5, "episode_timeout": 0.75}
         settings = dataclasses.replace(SETTINGS, max_turns=9, **limits)
-        (episode,) = collect(Scripted(step), count=1, settings=settings)
+        taskset, engine = Scripted(step), orchestrator_test.Engine()
+        context = episodes_lib.Context(engine, taskset, TEMPLATE, settings)
+        todo = jobs(taskset, 1, settings.max_turns)
+        (episode,), seconds = virtual_time.run(at_once.run_all(context, todo))
         self.assertIs(episode.label, Label.TIMEOUT)
         self.assertEqual(episode.num_turns, 3)
+        self.assertAlmostEqual(seconds, 0.75)
 
     def test_environments_work_while_the_engine_does(self):
         """A step that compiles takes longer than a call of an environment may."""
@@ -619,7 +623,8 @@ class ManyTest(parameterized.TestCase):
                 await asyncio.to_thread(time.sleep, 0)
                 return ends()
 
-            collect(Scripted(step), count)
+            patient = dataclasses.replace(SETTINGS, call_timeout=60.0)
+            collect(Scripted(step), count, settings=patient)
 
             self.wait_for_threads(others)
 
@@ -633,7 +638,7 @@ class ManyTest(parameterized.TestCase):
 
     def wait_for_threads(self, others):
         """Those of calls end soon after them; nobody else waits for it."""
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while names := [
             thread.name
             for thread in {*threading.enumerate()} - others

@@ -30,13 +30,14 @@ from glm5_jax.rl.weight_store import files, manifest, reader, sources, writer
 
 # Publishes versions until it is killed; every value of version n is n.
 _ENDLESS = """
-import sys
+import sys, time
 import numpy as np
 from glm5_jax.rl.weight_store import writer
 store = writer.Writer(sys.argv[1])
 for version in range(1, 10**6):
     store.publish({"a": np.full((64, 1000), version, np.float32)}, version)
     print(version, flush=True)
+    time.sleep(0.02)  # a slow reader of a chain is not overtaken
 """
 
 
@@ -317,6 +318,7 @@ class WeightStoreTest(parameterized.TestCase):
         process = subprocess.Popen(
             [sys.executable, "-c", _ENDLESS, str(self.root)], stdout=subprocess.PIPE
         )
+        self.addCleanup(process.kill)
         eye, held, num_seen = reader.Reader(self.root), None, 0
         process.stdout.readline()  # the first version is there
         while num_seen < 5:
@@ -425,10 +427,11 @@ class UrlTest(parameterized.TestCase):
                 source.get(path)
 
     def test_an_end_that_refuses_is_an_error(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
-        with self.assertRaisesRegex(manifest.StoreError, "refused"):
-            reader.Reader(sources.Url(f"http://127.0.0.1:{port}")).follow()
+        with socket.socket() as silent:  # which holds the port and does not listen
+            silent.bind(("127.0.0.1", 0))
+            source = sources.Url(f"http://127.0.0.1:{silent.getsockname()[1]}")
+            with self.assertRaisesRegex(manifest.StoreError, "refused"):
+                reader.Reader(source).follow()
 
     @parameterized.parameters(b"", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n[[0")
     def test_a_silent_end_is_an_error(self, begun: bytes) -> None:
