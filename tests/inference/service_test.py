@@ -156,9 +156,9 @@ class ServiceTest(ServiceCase):
         async def complete_all():
             return await asyncio.gather(*map(complete, make_requests()))
 
-        before = threading.active_count()
+        before = {*threading.enumerate()}
         clients = asyncio.run(complete_all())
-        self.assertEqual(threading.active_count(), before)
+        self.assertEmpty({*threading.enumerate()} - before)
         for request, client in zip(make_requests(), clients, strict=True):
             self.check(request, client)
 
@@ -269,9 +269,9 @@ class PauseTest(ServiceCase):
         began, paused = time.monotonic(), []
 
         def pausing(event):
-            clients[0](event)
-            if not paused:
+            if not paused:  # before others hear that it has begun
                 paused.append(self.service.pause())
+            clients[0](event)
 
         requests = [Request(i, [7] * 12, 11) for i in range(6)]
         clients = [Client() for _ in requests]
@@ -337,6 +337,7 @@ class PauseTest(ServiceCase):
         with self.assertRaises(events.ClosedError):
             while True:
                 self.service.call(lambda _: time.sleep(0.001))
+                time.sleep(0.001)  # or the commands would take minutes
         gate.set()
         closing.join(SECONDS)
         self.assertEqual(ends, ["abort"])

@@ -31,6 +31,7 @@ class MeshTest(parameterized.TestCase):
             command.loaded(str(folder), overrides, options) as model,
             contextlib.closing(listening.bind("127.0.0.1", 0)) as listener,
         ):
+            listener.listen()  # clients that come before the thread wait
             server = listening.make_server(app.make(model, guard.Limits()), 5)
             thread = threading.Thread(target=server.run, args=([listener],))
             thread.start()

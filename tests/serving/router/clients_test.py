@@ -28,11 +28,13 @@ def routed(urls, key=scripted.KEY, prefill_urls=()):
         prefill_urls=prefill_urls,
     )
     with contextlib.closing(listening.bind("127.0.0.1", 0)) as listener:
-        ends = []
+        listener.listen()  # clients that come before the thread wait
+        ends, has_begun = [], threading.Event()
 
         @contextlib.asynccontextmanager
         async def beside(router, end):
             ends.append(end)
+            has_begun.set()
             yield
 
         thread = threading.Thread(
@@ -42,6 +44,7 @@ def routed(urls, key=scripted.KEY, prefill_urls=()):
         try:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
+            has_begun.wait(60)
             ends[0]()
             thread.join()
 
@@ -55,6 +58,7 @@ class ClientsTest(scripted.ServerTest):
         listener = cls.enterClassContext(
             contextlib.closing(listening.bind("127.0.0.1", 0))
         )
+        listener.listen()
         door = app.make(cls.model, guard.Limits(api_key=scripted.KEY))
         second = listening.make_server(door, drain_seconds=10)
         thread = threading.Thread(target=second.run, kwargs={"sockets": [listener]})
