@@ -6,19 +6,18 @@ Imports no jax.
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 
-# Reads until nobody is left who could write, which is when the parent has ended. What
-# ends a whole service by SIGTERM is not for it.
+# Reads until nobody is left who could write, which is when the parent has ended.
 _DELETE = """
-import shutil, signal, sys
-for number in (signal.SIGTERM, signal.SIGHUP):
-    signal.signal(number, signal.SIG_IGN)
+import shutil, sys
 sys.stdin.read()
 shutil.rmtree(sys.argv[1], True)
 """
+_NOT_FOR_IT = signal.SIGTERM, signal.SIGHUP  # what ends a whole service
 
 
 class OwnFolder:
@@ -39,11 +38,16 @@ class OwnFolder:
           root: folder to make it in; None: that of temporary files.
         """
         self.path = pathlib.Path(tempfile.mkdtemp(prefix=prefix, dir=root))
-        self._deleter = subprocess.Popen(
-            [sys.executable, "-E", "-S", "-c", _DELETE, str(self.path)],
-            stdin=subprocess.PIPE,
-            start_new_session=True,  # ctrl-C is not for it
-        )
+        # It inherits what is blocked here, so they do not end it as it starts either.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_IT)
+        try:
+            self._deleter = subprocess.Popen(
+                [sys.executable, "-E", "-S", "-c", _DELETE, str(self.path)],
+                stdin=subprocess.PIPE,
+                start_new_session=True,  # ctrl-C is not for it
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def close(self) -> None:
         """Deletes the folder, also if nothing is left of the other process."""

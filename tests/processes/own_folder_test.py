@@ -11,7 +11,7 @@ from tests import environment
 from tests.processes import launch
 
 PROGRAM = """
-import os, signal, sys, time
+import os, signal, sys
 
 from glm5_jax.processes import own_folder
 
@@ -19,7 +19,6 @@ made = own_folder.OwnFolder("own_", sys.argv[1])
 (made.path / "weights").mkdir()
 (made.path / "weights" / "file").write_bytes(bytes(1000))
 print(made.path, flush=True)
-time.sleep(0.3)
 {end}
 """
 
@@ -31,7 +30,7 @@ class OwnFolderTest(parameterized.TestCase):
         "os.killpg(os.getpid(), signal.SIGINT)",
         "sys.exit()",
         "made.close(); print(not made.path.exists()); made.close()",
-        # What stops a service also signals its other processes.
+        # What stops a service also signals its other processes, as they start or later.
         "os.kill(made._deleter.pid, signal.SIGTERM); os._exit(1)",
         "os.kill(made._deleter.pid, signal.SIGKILL); made.close(); print(True)",
     )
