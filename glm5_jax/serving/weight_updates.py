@@ -121,7 +121,7 @@ class Updates:
             raise errors.ApiError(
                 409, f"No weights have been read; send {START} and {UPDATE} first."
             )
-        path, coming = self._coming
+        path, coming = taken = self._coming
         if body.update_info is not None and path != self._path(body.update_info.path):
             raise errors.ApiError(
                 409, f"Other weights have been read; send {START} and {UPDATE} again."
@@ -134,7 +134,8 @@ class Updates:
                 engine.clear_cache()
 
         await asyncio.wrap_future(self._model.service.call(take))
-        self._has_started, self._coming = False, None
+        if self._coming is taken:  # else another update has begun meanwhile
+            self._has_started, self._coming = False, None
         logging.info("The weights are now of version %d.", version)
         return {"status": "finished", "weight_version": version}
 

@@ -20,10 +20,15 @@ class Service(service.Service):
 
     def __init__(self):
         self.taken = []
+        self.later = None  # commands that wait for the end of a dispatch; None: none do
 
     def call(self, function):
         done = futures.Future()
-        done.set_result(function(self))
+
+        def run():
+            done.set_result(function(self))
+
+        run() if self.later is None else self.later.append(run)
         return done
 
 
@@ -110,6 +115,34 @@ class OverlapTest(absltest.TestCase):
 
         self.assertEqual(asyncio.run(then())["weight_version"], 2)
         self.assertEqual(self.service.taken, [("two", 2)])
+
+    def test_an_update_that_begins_while_another_is_published_goes_on(self):
+        """The engine publishes between two dispatches, which may take seconds."""
+
+        async def run(is_read):
+            self.coming.clear()
+            for name in ("one", "two"):
+                task = await self.reading(name)
+                self.coming[name].end.set()
+                if name == "one":
+                    await task
+                    self.service.later = []
+                    publishing = asyncio.create_task(self.finish(1))
+                    while not self.service.later:
+                        await asyncio.sleep(0.001)
+                    publish, self.service.later = self.service.later, None
+                elif is_read:
+                    await task
+            for act in publish:
+                act()
+            await publishing
+            await task
+            return await self.finish(2, "two")
+
+        for is_read in (False, True):
+            self.service.taken.clear()
+            self.assertEqual(asyncio.run(run(is_read))["weight_version"], 2)
+            self.assertEqual(self.service.taken, [("one", 1), ("two", 2)])
 
     def test_the_end_names_what_was_read(self):
         """Its own beginning may have been lost, while another's had come."""
