@@ -10,7 +10,7 @@ from glm5_jax.data.chat import templates
 from glm5_jax.inference import conversation, engine, terminal
 from tests.serving import scripted
 
-SLOW, SECONDS = "slow", 0.5  # a message, and how long each dispatch of its answer takes
+SLOW, SECONDS = "slow", 120  # a message, and how long its answer stops after a thought
 
 
 def make_conversation(**settings):
@@ -37,14 +37,23 @@ def make_conversation(**settings):
 
 
 class _Slow(conversation.Conversation):
-    """Answers one message slowly, so that there is time to interrupt."""
+    """Answers one message without an end, so that there is time to interrupt."""
 
     def answer(self, text, on_event, is_stopped=lambda: False):
+        shown = []
+
+        def show(event):
+            on_event(event)
+            shown.append(event.text)
+
         def wait():
-            time.sleep(SECONDS * (text == SLOW))
+            is_slow = text == SLOW and "So" in "".join(shown)
+            deadline = time.monotonic() + SECONDS * is_slow
+            while not is_stopped() and time.monotonic() < deadline:
+                time.sleep(0.01)
             return is_stopped()
 
-        return super().answer(text, on_event, wait)
+        return super().answer(text, show, wait)
 
 
 def main():

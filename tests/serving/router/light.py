@@ -33,13 +33,15 @@ class Light:
         seen: bodies of the requests for texts.
         asked: requests to all replicas.
         keys: that the router showed.
+        num_silent: streams that send no token.
         num_cancelled: streams whose client left.
     """
 
     def __init__(self, name):
         self.name, self.model, self.version, self.mode = name, "light", 0, "ok"
         self.seen, self.asked, self.keys = [], [], set()
-        self.num_cancelled, self.is_paused = 0, False
+        self.num_silent = self.num_cancelled = 0
+        self.is_paused = False
         self.is_open = asyncio.Event()
         self.is_open.set()
         self.url = ""
@@ -143,6 +145,7 @@ class Light:
         try:
             for index in range(number):
                 if self.mode == "silent":
+                    self.num_silent += 1
                     await asyncio.Event().wait()
                 if self.mode == "half" and index == 2:
                     yield "data: {"
@@ -208,7 +211,7 @@ async def routing_to(urls, options, **limits):
         await router.close()
 
 
-async def until(holds, seconds=10):
+async def until(holds, seconds=60):
     """Waits for something that other tasks or processes do."""
     async with asyncio.timeout(seconds):
         while not holds():
