@@ -36,7 +36,8 @@ while words[0].startswith("--"):
     name, _, options[name] = words.pop(0)[2:].partition("=")
 count = int(options["ntasks"])
 each = count // int(options["nodes"])
-tasks, code = [], 0
+tasks, code, ends = [], 0, []
+signal.signal(signal.SIGTERM, lambda *_: ends.append(True))
 for number in range(count):
     log = open(options["output"].replace("%t", str(number)), "ab")
     variables = {{
@@ -47,13 +48,14 @@ for number in range(count):
     }}
     environ = os.environ | variables
     tasks += [subprocess.Popen(words, env=environ, stdout=log, stderr=log)]
-end = lambda *_: [task.terminate() for task in tasks]
-signal.signal(signal.SIGTERM, end)
 while None in [task.poll() for task in tasks]:
     bad = [task.returncode for task in tasks if task.returncode]
     if bad and not code and options["kill-on-bad-exit"] == "1":
         code = bad[0]
-        end()
+        ends.append(True)
+    if ends:
+        ends.clear()
+        [task.terminate() for task in tasks]
     time.sleep(0.05)
 codes = [task.returncode for task in tasks]
 sys.exit(code or max(c if c >= 0 else 128 - c for c in codes))
@@ -66,10 +68,10 @@ PYTHON = """#!/usr/bin/env bash
 [[ $1 == -c ]] && exit # a server is in service
 name=${2#glm5_jax.}
 place=${name}_$SLURM_PROCID
-echo "$GLM5_JAX_API_KEY ${CUDA_VISIBLE_DEVICES:--} ${JAX_NUM_PROCESSES:--} ${@:3}" \\
-  >>"$CALLS/$place"
 [[ $name == train ]] && saved=143
 trap 'echo TERM >>"$CALLS/$place"; exit ${saved:-0}' TERM
+echo "$GLM5_JAX_API_KEY ${CUDA_VISIBLE_DEVICES:--} ${JAX_NUM_PROCESSES:--} ${@:3}" \\
+  >>"$CALLS/$place"
 until [[ -e $CALLS/end_$place ]]; do sleep 0.05; done
 read -r code <"$CALLS/end_$place"
 rm "$CALLS/end_$place"
@@ -447,7 +449,7 @@ class RunTest(runs.FolderTest):
             CHECKPOINT=self.start,
             STORE=self.store,
             SERVE="--num_slots=8 --capacity=256",
-            PORT=launch.free_port(),
+            PORT=launch.free_port(3),  # with those of two servers
         )
         self.addCleanup(slurm.kill)
         return slurm
@@ -491,7 +493,8 @@ class RunTest(runs.FolderTest):
         workdir = self.root / "gke"
         _, parts = jobset()
         with contextlib.ExitStack() as stack:
-            ports = [launch.free_port() for _ in range(3)]
+            first = launch.free_port(3)
+            ports = [*range(first, first + 3)]
             changed = {
                 "configs/NAME.py": "configs/small_rl_reverse.py",
                 "/shared/run": f"{workdir}",
