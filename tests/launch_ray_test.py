@@ -20,7 +20,6 @@ from unittest import mock
 import pytest
 from absl.testing import absltest
 
-from glm5_jax.http_server import listening
 from glm5_jax.rl.actors import fleet
 from glm5_jax.training.reporting import metrics
 from tests import environment
@@ -69,8 +68,7 @@ class RayTest(absltest.TestCase):
 
     def serve(self, *arguments):
         """Starts the job with these arguments of the servers."""
-        with contextlib.closing(listening.bind("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = launch.free_port()
         self.url = f"http://127.0.0.1:{port}"
         flags = ["--replicas=2", "--each=room=1", f"--port={port}", "--"]
         script = launch.ROOT / "launch" / "ray_serve.py"

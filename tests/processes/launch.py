@@ -1,7 +1,9 @@
 """Starts real processes: the training command, or the functions of worker.py."""
 
+import contextlib
 import os
 import pathlib
+import random
 import socket
 import subprocess
 import sys
@@ -12,6 +14,8 @@ import jax
 from tests import environment, forked
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
+PORTS = range(10_000, 32_000)
+_CHOICE = random.SystemRandom()  # processes of tests may have equal seeds
 CONFIG = """
 import dataclasses
 
@@ -162,7 +166,16 @@ def _members(count):
     ]
 
 
-def free_port():
-    """Returns a free port."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+def free_port(count=1):
+    """Returns a port that is free, as are those after it, `count` in all.
+
+    It lies where Linux takes no ports of its own choice, also for clients: one of those
+    could be another's before it is used.
+    """
+    for _ in range(100):
+        first = _CHOICE.choice(PORTS)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+    raise RuntimeError("no ports are free")

@@ -193,8 +193,12 @@ class TrainTest(runs.FolderTest):
 
     def copied(self, number):
         """Returns the newest step of which a host has a copy."""
-        files = self.root.glob(f"host{number}/*/*/[0-9]*.shards")
-        steps = [int(path.parent.name.partition("-")[0]) for path in files]
+        paths = self.root.glob(f"host{number}/*/*/[0-9]*.shards")
+        try:
+            found = [*paths]
+        except FileNotFoundError:  # an older copy is being deleted: look again
+            return self.copied(number)
+        steps = [int(path.parent.name.partition("-")[0]) for path in found]
         return max(steps, default=0)
 
     def test_a_lost_slice_costs_the_steps_since_the_last_copy(self):

@@ -5,7 +5,6 @@ import dataclasses
 import pathlib
 import runpy
 import shutil
-import socket
 import sys
 import tempfile
 import types
@@ -25,6 +24,7 @@ from glm5_jax.rl.weight_store import manifest, reader, sources, writer
 from glm5_jax.serving import new_weights
 from tests import environment, forked, small_configs
 from tests.model import tiny
+from tests.processes import launch
 from tests.serving import scripted
 
 SHAPE = (8, 6)
@@ -209,8 +209,7 @@ class FarTest(parameterized.TestCase):
         shapes = transformer.abstract_params(small_configs.DENSE_MODEL)
         params = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes)
         cls.name = writer.Writer(cls.root).publish(params, 3).name.folder
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = launch.free_port()
         child = forked.PROCESSES.Process(target=send_weights, args=(cls.root, port))
         child.start()
         cls.addClassCleanup(child.join)

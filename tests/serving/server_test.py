@@ -26,6 +26,7 @@ from glm5_jax.inference import engine
 from glm5_jax.serving import command
 from glm5_jax.weights import quantized_loading
 from tests import environment
+from tests.processes import launch
 from tests.serving import scripted
 from tests.serving.scripted import TOKENIZER, wait_until
 
@@ -668,8 +669,7 @@ class CommandTest(parameterized.TestCase):
     def test_sigterm_finishes_the_answer_under_way(self):
         """Twenty seconds, of which most go to compiling."""
         path = pathlib.Path(__file__).parents[1] / "golden" / "chat_model"
-        with contextlib.closing(listening.bind("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = launch.free_port()
         flags = [f"--checkpoint={path}", f"--port={port}", "--capacity=2048"]
         flags += ["--num_slots=1", "--config.model.max_position_embeddings=2048"]
         child = subprocess.Popen([sys.executable, "-m", "glm5_jax.serve", *flags])
@@ -688,8 +688,7 @@ class CommandTest(parameterized.TestCase):
     def test_the_command_serves_quantized_weights(self):
         """Greedy ids over a socket are those of an engine with the same codes."""
         path = pathlib.Path(__file__).parents[1] / "golden" / "chat_model"
-        with contextlib.closing(listening.bind("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = launch.free_port()
         flags = [f"--checkpoint={path}", f"--port={port}", "--quantize=w4a16"]
         flags += ["--capacity=64", "--num_slots=1"]
         prompt = [5, 9, 2, 33, 7]

@@ -10,7 +10,6 @@ import aiohttp
 from absl.testing import absltest
 
 from glm5_jax import config
-from glm5_jax.http_server import listening
 from glm5_jax.serving.router import command
 from tests import environment
 from tests.processes import launch
@@ -34,8 +33,7 @@ class CommandTest(absltest.TestCase, unittest.IsolatedAsyncioTestCase):
 
     async def test_sigterm_finishes_the_answers_under_way(self):
         one = light.Light("a")
-        with contextlib.closing(listening.bind("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = launch.free_port()
         url = f"http://127.0.0.1:{port}"
         async with one.serving() as replica, aiohttp.ClientSession(url) as http:
             flags = [f"--replicas={replica}", f"--port={port}", "--max_wait=60"]
@@ -68,7 +66,7 @@ class CommandTest(absltest.TestCase, unittest.IsolatedAsyncioTestCase):
                 await asyncio.sleep(0.05)
 
     async def until_closed(self, port):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             with contextlib.suppress(ConnectionRefusedError):
                 while True:
                     _, writer = await asyncio.open_connection("127.0.0.1", port)
