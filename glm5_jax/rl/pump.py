@@ -98,7 +98,7 @@ class Pump:
                 _set(*self._ended.popleft())
             turn(_NUM_ROUNDS)
 
-        def wait(_: Any = None) -> None:
+        def wait(_: Any) -> None:
             self._is_held = False
             self._is_over.clear()
             if not self._is_closed:
@@ -107,8 +107,12 @@ class Pump:
 
         try:
             self._service.call(wait)
-        except events.ClosedError:
-            wait()
+        except (
+            events.ClosedError
+        ):  # no dispatch comes, and this may be the loop's thread
+            self._is_held = False
+            if not self._is_closed:
+                loop.call_soon_threadsafe(begin)
 
 
 def _set(answer: asyncio.Future[T], result: T) -> None:

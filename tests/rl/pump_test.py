@@ -7,7 +7,7 @@ from unittest import mock
 
 from absl.testing import absltest
 
-from glm5_jax.inference import requests, service
+from glm5_jax.inference import events, requests, service
 from glm5_jax.rl import completer
 from glm5_jax.rl import pump as pump_lib
 from tests.rl import scripted
@@ -119,6 +119,19 @@ class PumpTest(absltest.TestCase):
                 await task
 
         self.play(engine, main)
+
+    def test_nobody_waits_for_a_loop_once_a_service_has_ended(self):
+        """Least of all the loop itself, which would not turn for ten seconds."""
+
+        async def main(pump, served):
+            waits = self.enterContext(mock.patch.object(pump._is_over, "wait"))
+            served.close()
+            for _ in range(2):
+                with self.assertRaises(events.ClosedError):
+                    await pump.complete(request(0))
+            waits.assert_not_called()
+
+        self.play(Engine(), main)
 
     def test_a_closed_pump_holds_no_engine(self):
         """Though its loop does not turn any more."""
