@@ -24,7 +24,7 @@ from tests.rl import faults, virtual_time
 TEMPLATE = templates_test.template(clear=False)
 OK = templates_test.ids_of("</think>OK<|user|>")
 GROUP_SIZE = 2
-STALL = 5.0  # seconds; everything here takes milliseconds
+STALL = 20.0  # seconds; everything here takes milliseconds
 
 
 class Engine:
@@ -89,7 +89,10 @@ class Lucky(faults.FaultyTaskset):
 
 def make(engine, taskset, groups, drop_equal=False, num_concurrent=8):
     settings = episodes_lib.Settings(
-        max_new_tokens=16, max_turns=1, num_concurrent=num_concurrent, call_timeout=0.2
+        max_new_tokens=16,
+        max_turns=1,
+        num_concurrent=num_concurrent,
+        call_timeout=STALL,
     )
 
     def jobs(index):
