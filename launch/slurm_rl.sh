@@ -85,14 +85,11 @@ if [[ ${CUDA_VISIBLE_DEVICES:-} ]]; then
   share=("${gpus[@]:SLURM_LOCALID * each:each}")
   export CUDA_VISIBLE_DEVICES=$(IFS=, && echo "${share[*]}")
 fi
-child=
-trap "[[ \$child ]] && kill \$child && wait \$child; exit 0" TERM
+trap "kill \$! && wait \$!; exit 0" TERM # also between its start and the next line
 while :; do
   JAX_NUM_PROCESSES=1 "$@" --port=$((FIRST_PORT + SLURM_PROCID)) &
-  child=$!
-  wait "$child"
+  wait "$!"
   code=$?
-  child=
   ((code == 2)) && exit 2
   echo "the server ended with code $code and starts again" >&2
   sleep 1
@@ -107,6 +104,8 @@ train='launch/await_servers.sh "$1" && exec "$PYTHON" -m glm5_jax.train "${@:2}"
 tasks=${SLURM_NTASKS_PER_NODE:-8} cpus=${SLURM_CPUS_PER_TASK:-1}
 router=http://${nodes[0]}:$port
 
+early= # a signal before the trainer's number is known
+trap 'early=1' TERM INT
 (step router --nodes=1 --ntasks=1 --relative=0 --overlap \
   "$PYTHON" -m glm5_jax.route --host=0.0.0.0 --port="$port" \
   --replicas="$replicas") &
@@ -123,6 +122,7 @@ parts+=("$!")
   --config.rl.servers="$router" --config.rl.weights_store="$STORE" "$@") &
 trainer=$!
 trap 'kill "$trainer"' TERM INT
+[[ $early ]] && kill "$trainer"
 
 ended= # a part that has ended before the trainer
 while kill -0 "$trainer" 2>/dev/null; do

@@ -232,6 +232,20 @@ class ScriptTest(FolderTest):
         self.assertEqual(self.wait_for("train_1", 2)[1:], ["TERM"])
         self.assertEqual(self.wait_for("serve_1", 3)[2:], ["TERM"])
 
+    def test_sigterm_that_meets_the_script_at_its_start_is_for_the_trainer(self):
+        sent = self.root / "sent"
+        wait = f"until [[ -e {shlex.quote(str(sent))} ]]; do sleep 0.05; done"
+        text = f"trap '[[ $BASH_COMMAND == trainer=* ]] && {wait}' DEBUG"
+        slurm, _ = self.started(BASH_ENV=self.write("slow", text))
+        for name in ("serve_0", "serve_1", "train_0", "train_1"):
+            self.wait_for(name)
+        slurm.process.terminate()
+        sent.touch()
+        code, output = slurm.finish()
+        self.assertEqual(code, 143, output)
+        self.assertEqual(slurm.requeued.read_text(), f"{os.getpid()}\n")
+        self.assertEqual(self.wait_for("train_1", 2)[1:], ["TERM"])
+
     def test_a_failure_of_the_trainer_is_the_job_s(self):
         slurm, _ = self.started()
         self.wait_for("train_0")
@@ -260,6 +274,24 @@ class ScriptTest(FolderTest):
             code, output = Slurm(self.root, **given).finish()
             self.assertGreater(code, 0)
             self.assertIn(message, output)
+
+
+class KeepTest(absltest.TestCase):
+    def test_a_signal_that_meets_a_server_at_its_start_ends_it(self):
+        text = (launch.ROOT / "launch" / "slurm_rl.sh").read_text()
+        (keep,) = re.findall(r"^keep='\n(.*?)'$", text, re.MULTILINE | re.DOTALL)
+        slow = self.create_tempfile(content="trap 'sleep 0.05' DEBUG").full_path
+        program = (
+            "trap 'echo drained; exit 0' TERM; "
+            "kill -TERM $PPID; sleep 9 >&- 2>&- & wait"
+        )
+        done = subprocess.run(
+            ["bash", "-c", keep, "serve", "sh", "-c", program],
+            env={**os.environ, "BASH_ENV": slow, "FIRST_PORT": "1"},
+            capture_output=True,
+            text=True,
+        )
+        self.assertEqual((done.stdout, done.returncode), ("drained\n", 0), done.stderr)
 
 
 class AwaitServersTest(absltest.TestCase):
