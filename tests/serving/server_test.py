@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from concurrent import futures
 from typing import ClassVar
 
@@ -679,10 +678,15 @@ class CommandTest(parameterized.TestCase):
             with futures.ThreadPoolExecutor() as pool:
                 url = "/v1/completions"
                 answer = pool.submit(http.post, url, json=body, timeout=240)
-                time.sleep(0.5)
+                wait_until(lambda: self.num_begun(http), seconds=240)
                 child.send_signal(signal.SIGTERM)
                 self.assertEqual(answer.result().status_code, 200)
             self.assertEqual(child.wait(60), 0)
+
+    def num_begun(self, http):
+        """Returns the requests that the engine has begun."""
+        figures = re.findall(r"^(glm5_jax_\S+) (\d+)$", http.get("/metrics").text, re.M)
+        return int(dict(figures)["glm5_jax_requests_running"])
 
     @pytest.mark.slow
     def test_the_command_serves_quantized_weights(self):
