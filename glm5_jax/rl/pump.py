@@ -107,9 +107,8 @@ class Pump:
 
         try:
             self._service.call(wait)
-        except (
-            events.ClosedError
-        ):  # no dispatch comes, and this may be the loop's thread
+        except events.ClosedError:
+            # No dispatch comes, and this may be the loop's own thread.
             self._is_held = False
             if not self._is_closed:
                 loop.call_soon_threadsafe(begin)
