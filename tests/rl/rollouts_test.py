@@ -348,16 +348,22 @@ class FaultTest(parameterized.TestCase):
             time.sleep(1.5 * SETTINGS.call_timeout)
             return plain_step()
 
+        stepped = []
+
         async def step(env, message):
+            stepped.append(message)
             for _ in range(4):
                 await asyncio.sleep(0.001)
             return ends()
 
         # The second still decodes while the first's environment works.
+        environment = Scripted(step)
+        environment.pays_when_cut = True  # else it is not asked
         engine.step = slow_step
         settings = dataclasses.replace(SETTINGS, max_new_tokens=2)
-        found = collect(Scripted(step), 6, engine=engine, settings=settings)
+        found = collect(environment, 6, engine=engine, settings=settings)
         self.assertEqual({episode.label for episode in found}, {Label.TRUNCATED})
+        self.assertLen(stepped, len(found))
 
 
 class _Strange(BaseException):
