@@ -77,6 +77,28 @@ class Gpu:
     grouped_matmul_dw: Tile = Tile((128, 256, 64), 8, 3)  # depth, columns, rows
     decode_sparse_mla: Tile = Tile((64, 64), 8, 2)  # heads, keys gathered per step
 
+    def for_heads(self, rest: int) -> "Gpu":
+        """Returns the tiles for q and k whose dims exceed a power of two by `rest`.
+
+        Scores then are two products, and more warps than one for 16 queries would
+        compute the same ones. In their usual tiles dq and dk would spill on an A100, dk
+        on a B200, and Hopper's assembler would serialise dv (C7515).
+        """
+        if rest == 0:
+            return self
+        rows_of_warp = 16
+        attend, target = self.dense_attention.sizes, self.kl_target.sizes
+        is_small = attend[0] < 128
+        small, keys = Tile((32, 32), 4, 2), Tile((32, 128), 8, 3)
+        return dataclasses.replace(
+            self,
+            dense_attention=Tile(attend, attend[0] // rows_of_warp, 2),
+            dense_attention_dq=small if is_small else self.dense_attention_dq,
+            dense_attention_dk=small if is_small else keys,
+            dense_attention_dv=small if is_small else keys,
+            kl_target=Tile(target, target[0] // rows_of_warp, 2),
+        )
+
 
 _AMPERE = Gpu(  # A100: products of 16 rows from registers, copies of 16 bytes
     shared_kib=163,

@@ -109,6 +109,21 @@ def call(
     return varying.like(mapped.one_by_one(run)(*inputs), inputs)
 
 
+def split(dim: int) -> tuple[int, int]:
+    """Splits a dim into its largest power of two and the rest, which may be 0.
+
+    The sides of a tile are powers of two, so a head of 192 dims is 128 and 64 of them.
+    """
+    first = 1 << (dim.bit_length() - 1)
+    return first, dim - first
+
+
+def is_split(dim: int) -> bool:
+    """Returns whether each part of a dim is a power of two of 16 or more, or 0."""
+    first, rest = split(dim)
+    return first >= 16 and (rest == 0 or (rest >= 16 and rest & (rest - 1) == 0))
+
+
 @triton.jit
 @typing.no_type_check
 def listed(ptr, is_entry):  # noqa: ANN001, ANN201

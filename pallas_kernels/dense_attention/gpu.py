@@ -47,8 +47,12 @@ def dense_attention(
 def unsupported_dense_attention(q: Array, k: Array, v: Array, *_: Any) -> str | None:
     """Returns why these arguments cannot be taken, or None."""
     dims = (q.shape[-1], v.shape[-1])
-    if any(dim not in (16, 32, 64, 128, 256) for dim in dims):
-        return f"head dims must be powers of two in 16 .. 256, got {dims}."
+    is_taken = triton_call.is_split(dims[0]) and dims[0] <= 256
+    if not is_taken or dims[1] not in (16, 32, 64, 128, 256):
+        return (
+            "head dims must be up to 256, q's and k's a power of two or the sum of "
+            f"two, v's a power of two, each of 16 or more, got {dims}."
+        )
     is_known = q.dtype in (jnp.bfloat16, jnp.float32)
     if not is_known or k.dtype != v.dtype or k.dtype not in (q.dtype, jnp.float32):
         dtypes = f"{q.dtype}, {k.dtype} and {v.dtype}"
@@ -70,12 +74,13 @@ def _attend(
     batch, num_queries, heads, dim = q.shape
     num_keys, value_dim = v.shape[1], v.shape[-1]
     words = gpu_words.row_words(selected, num_keys, interpret)
-    is_half = q.dtype.itemsize == 2
-    tile = block_sizes.gpu().dense_attention if is_half else FLOAT32_TILE
+    rest, is_half = triton_call.split(dim)[1], q.dtype.itemsize == 2
+    tiles = block_sizes.gpu().for_heads(rest)
+    tile = tiles.dense_attention if is_half else FLOAT32_TILE
     rows, cols = tile.sizes
     sizes: dict[str, Any] = {
-        "T": num_queries, "S": num_keys, "N": heads, "H": dim, "O": value_dim,
-        "WORDS": 0 if words is None else words.shape[1],
+        "T": num_queries, "S": num_keys, "N": heads, "H": dim, "R": rest,
+        "O": value_dim, "WORDS": 0 if words is None else words.shape[1],
         "P": 0 if words is None else words.shape[2],
         "SCALE": scale, "BM": rows, "BN": cols,
     }  # fmt: skip
@@ -129,8 +134,8 @@ _attend.defvjp(_forward, _backward)
 def _forward_kernel(
     q, k, v, lo, hi, words, out, lse,
     T: tl.constexpr, P: tl.constexpr, S: tl.constexpr, N: tl.constexpr,
-    H: tl.constexpr, O: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    H: tl.constexpr, R: tl.constexpr, O: tl.constexpr, SCALE: tl.constexpr,
+    WORDS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Attends for a tile of a head's queries; if causal, long tiles start first."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -144,8 +149,10 @@ def _forward_kernel(
     begin = tl.min(tl.where(sees, low, last)) // BN * BN
     end = tl.cdiv(last, BN) * BN
     q_at = q + (batch * T + tile * BM) * (N * H) + head * H
-    q_at += tl.arange(0, BM)[:, None] * (N * H) + tl.arange(0, H)[None, :]
-    q_tile = tl.load(q_at, mask=is_row[:, None], other=0.0)
+    q_tile = _queries(q_at, is_row, N * H, H - R, BM)
+    q_rest = q_tile
+    if R > 0:
+        q_rest = _queries(q_at + (H - R), is_row, N * H, R, BM)
     k += batch * (S * N * H) + head * H
     v += batch * (S * N * O) + head * O
     words += batch * (WORDS * P) + rows[:, None]
@@ -155,8 +162,8 @@ def _forward_kernel(
     if WORDS > 0:
         for start in range(begin, end, BN):
             total, top, mean = _block(
-                start, total, top, mean, q_tile, k, v, words, low, high,
-                P, S, N, H, O, SCALE, WORDS, BN, False,
+                start, total, top, mean, q_tile, q_rest, k, v, words, low, high,
+                P, S, N, H, R, O, SCALE, WORDS, BN, False,
             )  # fmt: skip
     else:
         # Blocks from `inside` to `outside` need no mask: all queries see them.
@@ -166,15 +173,15 @@ def _forward_kernel(
         outside = tl.maximum(outside, inside)
         for start in range(inside, outside, BN):
             total, top, mean = _block(
-                start, total, top, mean, q_tile, k, v, words, low, high,
-                P, S, N, H, O, SCALE, WORDS, BN, True,
+                start, total, top, mean, q_tile, q_rest, k, v, words, low, high,
+                P, S, N, H, R, O, SCALE, WORDS, BN, True,
             )  # fmt: skip
         for step in range(0, inside - begin + end - outside, BN):
             start = begin + step
             start = tl.where(start < inside, start, start - inside + outside)
             total, top, mean = _block(
-                start, total, top, mean, q_tile, k, v, words, low, high,
-                P, S, N, H, O, SCALE, WORDS, BN, False,
+                start, total, top, mean, q_tile, q_rest, k, v, words, low, high,
+                P, S, N, H, R, O, SCALE, WORDS, BN, False,
             )  # fmt: skip
     found = sees & (top > 0.5 * HIDDEN)
     mean = tl.where(found[:, None], mean / total[:, None], 0)
@@ -187,16 +194,26 @@ def _forward_kernel(
 
 @triton.jit
 @typing.no_type_check
+def _queries(
+    q, is_row, STEP: tl.constexpr, DIM: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Loads DIM numbers of each query of a tile, zeros where there is none."""
+    q += tl.arange(0, BM)[:, None] * STEP + tl.arange(0, DIM)[None, :]
+    return tl.load(q, mask=is_row[:, None], other=0.0)
+
+
+@triton.jit
+@typing.no_type_check
 def _block(
-    start, total, top, mean, q_tile, k, v, words, low, high,
+    start, total, top, mean, q_tile, q_rest, k, v, words, low, high,
     P: tl.constexpr, S: tl.constexpr, N: tl.constexpr, H: tl.constexpr,
-    O: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr, BN: tl.constexpr,
-    IS_INSIDE: tl.constexpr,
+    R: tl.constexpr, O: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr,
+    BN: tl.constexpr, IS_INSIDE: tl.constexpr,
 ):  # fmt: skip
     """Adds a block of keys: sum of weights, largest score, weighted sum of values."""
-    k_tile = gpu_backward.tile_of(k, start, S, N * H, H, BN, IS_INSIDE)
+    k_tile, k_rest = gpu_backward.tiles_of(k, start, S, N, H, R, BN, IS_INSIDE)
     v_tile = gpu_backward.tile_of(v, start, S, N * O, O, BN, IS_INSIDE)
-    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+    scores = gpu_backward.scores_of(q_tile, q_rest, k_tile, k_rest, R)
     scores *= SCALE * LOG2E
     if not IS_INSIDE:
         cols = tl.arange(0, BN)[None, :]

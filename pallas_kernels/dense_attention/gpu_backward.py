@@ -40,11 +40,11 @@ def gradients(
     """
     q, _, stats = queries
     (batch, num_queries, heads, dim), num_keys = q.shape, k.shape[1]
-    is_half = q.dtype.itemsize == 2
+    rest, is_half = triton_call.split(dim)[1], q.dtype.itemsize == 2
     sizes: dict[str, Any] = {
-        "T": num_queries, "S": num_keys, "N": heads, "H": dim, "O": v.shape[-1],
-        "WORDS": 0 if words is None else words.shape[1], "P": stats.shape[2],
-        "SCALE": scale,
+        "T": num_queries, "S": num_keys, "N": heads, "H": dim, "R": rest,
+        "O": v.shape[-1], "WORDS": 0 if words is None else words.shape[1],
+        "P": stats.shape[2], "SCALE": scale,
     }  # fmt: skip
     words = stats if words is None else words
 
@@ -68,7 +68,7 @@ def gradients(
             **{"BM": rows, "BN": cols},
         )[0]
 
-    tiles = block_sizes.gpu()
+    tiles = block_sizes.gpu().for_heads(rest)
     keys = k.astype(q.dtype), v.astype(q.dtype)
     dq = run(_dq_kernel, tiles.dense_attention_dq, q, *keys)
     dk = run(_dk_kernel, tiles.dense_attention_dk, k, *keys)
@@ -110,6 +110,34 @@ def tile_of(
         return tl.load(at)
     else:  # Triton omits code after a return on this path
         return tl.load(at, mask=(start + rows < SIZE)[:, None], other=0.0)
+
+
+@triton.jit
+@typing.no_type_check
+def tiles_of(
+    x, start, SIZE: tl.constexpr, N: tl.constexpr, H: tl.constexpr, R: tl.constexpr,
+    ROWS: tl.constexpr, IS_INSIDE: tl.constexpr,
+):  # fmt: skip
+    """Rows start .. start + ROWS of one head of q or k, as the kernels read them.
+
+    Returns the first H - R dims, a power of two, and the last R; without a rest the
+    first tile stands for both, and nobody reads the second.
+    """
+    tile = tile_of(x, start, SIZE, N * H, H - R, ROWS, IS_INSIDE)
+    rest = tile
+    if R > 0:
+        rest = tile_of(x + (H - R), start, SIZE, N * H, R, ROWS, IS_INSIDE)
+    return tile, rest
+
+
+@triton.jit
+@typing.no_type_check
+def scores_of(x, x_rest, y, y_rest, R: tl.constexpr):
+    """Computes x y^T over both parts of the head's dims."""
+    scores = tl.dot(x, tl.trans(y), input_precision="ieee")
+    if R > 0:
+        scores = tl.dot(x_rest, tl.trans(y_rest), scores, input_precision="ieee")
+    return scores
 
 
 @triton.jit
@@ -160,8 +188,8 @@ def _stats(stats, start, BM: tl.constexpr):
 def _dq_kernel(
     q, d_out, stats, words, k, v, dq,
     T: tl.constexpr, P: tl.constexpr, S: tl.constexpr, N: tl.constexpr,
-    H: tl.constexpr, O: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    H: tl.constexpr, R: tl.constexpr, O: tl.constexpr, SCALE: tl.constexpr,
+    WORDS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Computes dq = scale dS K of a head's query tile, dS = P (dO V^T - shift)."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -176,22 +204,28 @@ def _dq_kernel(
     k += batch * (S * N * H) + head * H
     v += batch * (S * N * O) + head * O
     words += batch * (WORDS * P) + rows[:, None]
-    q_tile = tile_of(q, tile * BM, T, N * H, H, BM, False)
+    q_tile, q_rest = tiles_of(q, tile * BM, T, N, H, R, BM, False)
     d_out_tile = tile_of(d_out, tile * BM, T, N * O, O, BM, False)
     cols = tl.arange(0, BN)[None, :]
-    total = tl.zeros((BM, H), tl.float32)
+    total = tl.zeros((BM, H - R), tl.float32)
+    if R > 0:
+        total_rest = tl.zeros((BM, R), tl.float32)
     for start in range(begin, last, BN):
-        k_tile = tile_of(k, start, S, N * H, H, BN, False)
+        k_tile, k_rest = tiles_of(k, start, S, N, H, R, BN, False)
         v_tile = tile_of(v, start, S, N * O, O, BN, False)
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+        scores = scores_of(q_tile, q_rest, k_tile, k_rest, R)
         d_probs = tl.dot(d_out_tile, tl.trans(v_tile), input_precision="ieee")
         keep = kept(words, low[:, None], high[:, None], cols, start, P, WORDS, BN)
         probs = tl.exp2(scores * (SCALE * LOG2E) - lse[:, None])
         d_scores = tl.where(keep, probs * (d_probs - shift[:, None]), 0)
         d_scores = d_scores.to(k_tile.dtype)
         total = tl.dot(d_scores, k_tile, total, input_precision="ieee")
+        if R > 0:
+            total_rest = tl.dot(d_scores, k_rest, total_rest, input_precision="ieee")
     dq += batch * (T * N * H) + head * H
-    _store(dq, total * SCALE, tile * BM, T, N * H, H, BM)
+    _store(dq, total * SCALE, tile * BM, T, N * H, H - R, BM)
+    if R > 0:
+        _store(dq + (H - R), total_rest * SCALE, tile * BM, T, N * H, R, BM)
 
 
 @triton.jit
@@ -199,8 +233,8 @@ def _dq_kernel(
 def _dv_kernel(
     q, d_out, stats, words, spans, k, dv,
     T: tl.constexpr, P: tl.constexpr, S: tl.constexpr, N: tl.constexpr,
-    H: tl.constexpr, O: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    H: tl.constexpr, R: tl.constexpr, O: tl.constexpr, SCALE: tl.constexpr,
+    WORDS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Computes dv = P^T dO of a head's key block; keys are the rows."""
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -212,13 +246,14 @@ def _dv_kernel(
     d_out += batch * (T * N * O) + head * O
     words += batch * (WORDS * P)
     stats += (batch * N + head) * (4 * P)
-    k_tile = tile_of(k + batch * (S * N * H) + head * H, start, S, N * H, H, BN, False)
+    k = k + batch * (S * N * H) + head * H
+    k_tile, k_rest = tiles_of(k, start, S, N, H, R, BN, False)
     total = tl.zeros((BN, O), tl.float32)
     for tile in range(begin, end):
-        q_tile = tile_of(q, tile * BM, T, N * H, H, BM, False)
+        q_tile, q_rest = tiles_of(q, tile * BM, T, N, H, R, BM, False)
         d_out_tile = tile_of(d_out, tile * BM, T, N * O, O, BM, False)
         lse, _, low, high = _stats(stats, tile * BM, BM)
-        scores = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
+        scores = scores_of(k_tile, k_rest, q_tile, q_rest, R)
         probs = _probs(
             scores, lse, low, high, words, tile, start, SCALE, P, WORDS, BM, BN
         )
@@ -232,8 +267,8 @@ def _dv_kernel(
 def _dk_kernel(
     q, d_out, stats, words, spans, k, v, dk,
     T: tl.constexpr, P: tl.constexpr, S: tl.constexpr, N: tl.constexpr,
-    H: tl.constexpr, O: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    H: tl.constexpr, R: tl.constexpr, O: tl.constexpr, SCALE: tl.constexpr,
+    WORDS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Computes dk = scale dS^T q of a head's key block; keys are the rows."""
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -245,22 +280,29 @@ def _dk_kernel(
     d_out += batch * (T * N * O) + head * O
     words += batch * (WORDS * P)
     stats += (batch * N + head) * (4 * P)
-    k_tile = tile_of(k + batch * (S * N * H) + head * H, start, S, N * H, H, BN, False)
+    k = k + batch * (S * N * H) + head * H
+    k_tile, k_rest = tiles_of(k, start, S, N, H, R, BN, False)
     v_tile = tile_of(v + batch * (S * N * O) + head * O, start, S, N * O, O, BN, False)
-    total = tl.zeros((BN, H), tl.float32)
+    total = tl.zeros((BN, H - R), tl.float32)
+    if R > 0:
+        total_rest = tl.zeros((BN, R), tl.float32)
     for tile in range(begin, end):
-        q_tile = tile_of(q, tile * BM, T, N * H, H, BM, False)
+        q_tile, q_rest = tiles_of(q, tile * BM, T, N, H, R, BM, False)
         d_out_tile = tile_of(d_out, tile * BM, T, N * O, O, BM, False)
         lse, shift, low, high = _stats(stats, tile * BM, BM)
-        scores = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
+        scores = scores_of(k_tile, k_rest, q_tile, q_rest, R)
         d_probs = tl.dot(v_tile, tl.trans(d_out_tile), input_precision="ieee")
         probs = _probs(
             scores, lse, low, high, words, tile, start, SCALE, P, WORDS, BM, BN
         )
         d_scores = (probs * (d_probs - shift[None, :])).to(q_tile.dtype)
         total = tl.dot(d_scores, q_tile, total, input_precision="ieee")
+        if R > 0:
+            total_rest = tl.dot(d_scores, q_rest, total_rest, input_precision="ieee")
     dk += batch * (S * N * H) + head * H
-    _store(dk, total * SCALE, start, S, N * H, H, BN)
+    _store(dk, total * SCALE, start, S, N * H, H - R, BN)
+    if R > 0:
+        _store(dk + (H - R), total_rest * SCALE, start, S, N * H, R, BN)
 
 
 @triton.jit

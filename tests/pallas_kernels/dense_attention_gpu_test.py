@@ -24,6 +24,7 @@ CASES = (
     ("documents", 150, 150, 1, 32, 16, 3),
     ("continued", 40, 203, 2, 16, 32, 1),
     ("blocks_without_mask", 70, 200, 1, 16, 16, 1),
+    ("dims_in_two_parts", 40, 100, 1, 192, 128, 2),
 )
 
 
@@ -75,7 +76,7 @@ class DenseAttentionGpuTest(parameterized.TestCase):
     def test_equals_definition_with_gradients(self, case, form):
         self.check(case, form, jnp.float32)
 
-    @parameterized.product(case=CASES[:1], form=("none", "bits"))
+    @parameterized.product(case=(CASES[0], CASES[-1]), form=("none", "bits"))
     def test_bfloat16_is_close(self, case, form):
         self.check(case, form, jnp.bfloat16)
 
@@ -109,9 +110,11 @@ class DenseAttentionGpuTest(parameterized.TestCase):
         for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             self.assert_close(g, w, TOLERANCES[jnp.float32][1])
 
-    def test_unsupported_head_dims_are_named(self):
-        inputs = make_inputs(8, 8, 1, 24, 16, 1, jnp.float32)
-        with self.assertRaisesRegex(NotImplementedError, r"head dims .* \(24, 16\)"):
+    @parameterized.parameters((24, 16), (224, 128), (320, 128), (192, 96))
+    def test_unsupported_head_dims_are_named(self, *dims):
+        inputs = make_inputs(8, 8, 1, *dims, 1, jnp.float32)
+        message = rf"head dims .* the sum of two.* \({dims[0]}, {dims[1]}\)"
+        with self.assertRaisesRegex(NotImplementedError, message):
             dense_attention(*inputs, scale=SCALE, implementation="gpu_interpret")
 
 
