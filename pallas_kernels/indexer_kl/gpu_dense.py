@@ -21,6 +21,7 @@ from pallas_kernels.indexer_kl import gpu_dense_tiles as tiles
 from pallas_kernels.indexer_kl import gradient as gradient_lib
 
 MAX_HEADS = 128  # of the indexer
+MAX_HEAD_DIM = 256  # of the attention: wider tiles do not fit in shared memory
 QUERIES = 128  # a chunk is a multiple of them, as they are of every tile's
 KEYS = 64  # rows of HBM are a multiple of them
 # Queries per pass: with 32 heads 384 tiles, which an H200 runs at once.
@@ -34,8 +35,12 @@ def unsupported_indexer_kl_loss(
     (q, k, _), (q_index, k_index, _) = main, index
     heads, dim = q_index.shape[2:]
     sizes = (q.shape[3], dim)
-    if any(x < 16 or x & (x - 1) for x in sizes):
-        return f"last axes must be powers of two of 16 or more, got {sizes}."
+    is_taken = triton_call.is_split(sizes[0]) and sizes[0] <= MAX_HEAD_DIM
+    if not is_taken or dim < 16 or dim & (dim - 1):
+        return (
+            f"q's last axis must be up to {MAX_HEAD_DIM}, a power of two or the sum of "
+            f"two, q_index's a power of two, each of 16 or more, got {sizes}."
+        )
     if heads > MAX_HEADS or heads & (heads - 1):
         return (
             "the indexer's heads must be a power of two up to "
@@ -139,7 +144,8 @@ def _compared(
 ) -> tuple[Array, tuple]:
     """Computes the loss of a chunk's queries, and the gradient's inputs."""
     (q, k, lse), (lo, hi, bits, weight) = main, rows
-    tile = block_sizes.gpu().kl_target
+    rest = triton_call.split(q.shape[3])[1]
+    tile = block_sizes.gpu().for_heads(rest).kl_target
     rows_of_tile, keys = tile.sizes
     sizes = _options(index, block_sizes.gpu().kl_loss)
     _, num_queries, num_heads, head_dim = q.shape
@@ -163,6 +169,7 @@ def _compared(
         S=k.shape[1],
         N=num_heads,
         H=head_dim,
+        R=rest,
         WORDS=0 if bits is None else bits.shape[2],
         STRIDE=sizes["STRIDE"],
         QUERIES=rows_of_tile,

@@ -14,10 +14,13 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 def target_kernel(
     q_ptr, k_ptr, lse_ptr, lo_ptr, hi_ptr, bits_ptr, start_ptr, target_ptr,
     SCALE: tl.constexpr, T: tl.constexpr, S: tl.constexpr, N: tl.constexpr,
-    H: tl.constexpr, WORDS: tl.constexpr, STRIDE: tl.constexpr, QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
+    H: tl.constexpr, R: tl.constexpr, WORDS: tl.constexpr, STRIDE: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Stores probabilities [QUERIES, KEYS], the mean of the heads; -1: not visible."""
+    """Stores probabilities [QUERIES, KEYS], the mean of the heads; -1: not visible.
+
+    A head has H - R dims, a power of two, and R more.
+    """
     sequence = tl.load(start_ptr).to(tl.int64)
     i = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     s = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
@@ -26,15 +29,23 @@ def target_kernel(
     hi = tl.load(hi_ptr + sequence * T + t, t < T, 0)
     first, end = _span(lo, hi)
     if (first < tl.program_id(1) * KEYS + KEYS) & (end > tl.program_id(1) * KEYS):
-        h = tl.arange(0, H)[None]
+        h = tl.arange(0, H - R)[None]
         q_row = q_ptr + (sequence * T + t)[:, None] * (N * H) + h
         k_row = k_ptr + (sequence * S + s)[:, None] * (N * H) + h
+        if R > 0:
+            r = H - R + tl.arange(0, R)[None]
+            q_rest = q_ptr + (sequence * T + t)[:, None] * (N * H) + r
+            k_rest = k_ptr + (sequence * S + s)[:, None] * (N * H) + r
         total = tl.zeros([QUERIES, KEYS], tl.float32)
         for n in range(N):
             q = tl.load(q_row + n * H, (t < T)[:, None], 0.0)
             k = tl.load(k_row + n * H, (s < S)[:, None], 0.0)
             lse = tl.load(lse_ptr + (sequence * N + n) * T + t, t < T, 0.0)
             scores = tl.dot(q, k.T, input_precision="ieee")
+            if R > 0:
+                q = tl.load(q_rest + n * H, (t < T)[:, None], 0.0)
+                k = tl.load(k_rest + n * H, (s < S)[:, None], 0.0)
+                scores = tl.dot(q, k.T, scores, input_precision="ieee")
             total += tl.exp2(scores * (SCALE * LOG2_E) - lse[:, None] * LOG2_E)
         keep = (s[None] >= lo[:, None]) & (s[None] < hi[:, None])
         if WORDS > 0:

@@ -141,6 +141,16 @@ class IndexerKlGpuTest(parameterized.TestCase):
         ("chunks_of_documents", cases.SMALL["documents"], True),
         ("continued", CASES[2], True),
         ("float32", CASES[3], False),
+        (
+            "dims_in_two_parts",
+            dataclasses.replace(CASES[1], head_dim=192, value_dim=128),
+            True,
+        ),
+        (
+            "dims_in_two_parts_float32",
+            dataclasses.replace(CASES[3], keys=70, head_dim=96),
+            False,
+        ),
     )
     def test_equals_definition_with_gradients(self, case, is_selected):
         from pallas_kernels.indexer_kl import gpu_dense
@@ -155,6 +165,14 @@ class IndexerKlGpuTest(parameterized.TestCase):
         case = dataclasses.replace(cases.SMALL["short"], index_heads=12)
         with self.assertRaisesRegex(NotImplementedError, "power of two up to 128"):
             run_dense(case, "gpu_interpret", is_selected=False)
+        for head_dim in (24, 224, 320):
+            case = dataclasses.replace(cases.SMALL["short"], head_dim=head_dim)
+            message = rf"the sum of two.* \({head_dim}, 128\)"
+            with self.assertRaisesRegex(NotImplementedError, message):
+                run_dense(case, "gpu_interpret", is_selected=False)
+        wide = dataclasses.replace(CASES[3], head_dim=192)
+        with self.assertRaisesRegex(NotImplementedError, "float32 fits .* got 192"):
+            run_dense(wide, "gpu_interpret", is_selected=False)
 
 
 if __name__ == "__main__":
