@@ -36,10 +36,10 @@ class BlockSizesTest(parameterized.TestCase):
             self.assertEqual(selection.RUN % keys, 0)
         self.assertEqual(row.indexer_keys % tpu_dense.PRODUCT_KEYS, 0)
 
-    @parameterized.parameters(*capabilities.GPUS)
-    def test_tiles_of_queries_divide_their_padding(self, capability):
+    @parameterized.product(capability=tuple(capabilities.GPUS), rest=(0, 64))
+    def test_tiles_of_queries_divide_their_padding(self, capability, rest):
         """Bits and statistics are padded to 128 queries."""
-        row = capabilities.GPUS[capability]
+        row = capabilities.GPUS[capability].for_heads(rest)
         for kernel in ("", "_dq", "_dk", "_dv"):
             tile = getattr(row, f"dense_attention{kernel}")
             self.assertEqual(128 % tile.sizes[0], 0)
@@ -63,9 +63,9 @@ class BlockSizesTest(parameterized.TestCase):
         for size in (row.indexer_keys, row.sparse_rows, row.decode_groups):
             self.assertEqual(size & (size - 1), 0)  # a power of two
 
-    @parameterized.parameters(*capabilities.GPUS)
-    def test_triton_takes_powers_of_two(self, capability):
-        row = capabilities.GPUS[capability]
+    @parameterized.product(capability=tuple(capabilities.GPUS), rest=(0, 64))
+    def test_triton_takes_powers_of_two(self, capability, rest):
+        row = capabilities.GPUS[capability].for_heads(rest)
         tiles = {f.name: getattr(row, f.name) for f in dataclasses.fields(row)}
         tiles = {k: x for k, x in tiles.items() if isinstance(x, capabilities.Tile)}
         for kernel, tile in tiles.items():
