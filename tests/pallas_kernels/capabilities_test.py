@@ -74,12 +74,17 @@ ISSUED = {
 ISSUED_BY_HAND = {(90, "sparse_mla", "fwd"): 1.01, (90, "sparse_mla", "bwd"): 1.01}
 # DeepSeek-V3.2's heads: q and k of 128 + 64 dims, so that scores are two products.
 TWO_PARTS = dataclasses.replace(
-    cases.full(32768), heads=128, head_dim=192, value_dim=128
+    cases.full(32768), heads=128, head_dim=192, value_dim=128, index_heads=64
 )
+SPILLS_OF_TWO_PARTS = {
+    (90, "sparse_indexer_kl_loss"): 76,
+    (100, "sparse_indexer_kl_loss"): 100,
+}
 ISSUED_OF_TWO_PARTS = {
     "dense_attention": 1.46,
     "dense_attention_bits": 1.46,
-    "indexer_kl_loss": 1.24,
+    "indexer_kl_loss": 1.34,  # the scores of 64 heads of the indexer, twice
+    "sparse_indexer_kl_loss": 1.09,
 }
 
 
@@ -158,6 +163,8 @@ def check(test, capability, op, mode, sizes=None):
         test.assertFalse(kernel["is_serialized"], kernel)
         is_by_hand = kernel["module"].endswith("hopper")
         most = SPILLS.get((capability, op, mode), 0)
+        if sizes is not None:
+            most = SPILLS_OF_TWO_PARTS.get((capability, op), 0)
         most = SPILLS_BY_HAND.get(kernel["name"], 0) if is_by_hand else most
         test.assertLessEqual(kernel["spill_bytes"], most, kernel)
         times = TIMES if sizes is None else {}
