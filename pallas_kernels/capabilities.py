@@ -9,6 +9,7 @@ memory, and few registers are spilled. Only Hopper's were timed since.
 import dataclasses
 import re
 
+FLOAT8 = 89  # from here on instructions convert and multiply float8_e4m3fn
 HOPPER = 90  # whose row stands for GPUs of which nothing is known
 # Compute capabilities by words in jax's name of a GPU, as regular expressions
 # (developer.nvidia.com/cuda-gpus, read in November 2026).

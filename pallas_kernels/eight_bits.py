@@ -39,16 +39,15 @@ def restored(
     exponents: Int[Array, "*n"],
     dtype: jnp.dtype | type = jnp.bfloat16,
 ) -> Float[Array, "*n J"]:
-    """Returns the numbers that codes stand for; exact in bfloat16 and float32."""
+    """Returns the numbers that codes stand for, below 2**127 exact in bfloat16."""
     numbers = codes.astype(jnp.float32) * power(exponents)[..., None]
     return numbers.astype(dtype)
 
 
 def power(exponents: Int[Array, "*n"]) -> Float[Array, "*n"]:
-    """Returns 2**exponents in float32, exactly, for normal numbers."""
-    return lax.bitcast_convert_type(
-        (exponents.astype(jnp.int32) + 127) << 23, jnp.float32
-    )
+    """Returns 2**exponents in float32, exactly; of -126 for lower ones."""
+    exponents = jnp.maximum(exponents.astype(jnp.int32), -126)
+    return lax.bitcast_convert_type((exponents + 127) << 23, jnp.float32)
 
 
 def are_codes(x: Array) -> bool:
@@ -57,7 +56,7 @@ def are_codes(x: Array) -> bool:
 
 
 def checked(op: str, q: Array, k: Array, exponents: Array | None) -> Array | None:
-    """Returns the int8 exponents of keys that are codes, None for other keys.
+    """Returns the exponents of keys that are codes, None for other keys.
 
     Raises:
       ValueError: if queries, keys and exponents do not fit each other.
@@ -80,11 +79,9 @@ def checked(op: str, q: Array, k: Array, exponents: Array | None) -> Array | Non
             f"{op}: k of float8_e4m3fn needs k_exponents {list(k.shape[:2])}, "
             f"got {got}."
         )
-    if not jnp.issubdtype(exponents.dtype, jnp.signedinteger):
-        raise ValueError(
-            f"{op}: k_exponents must be signed integers, got {exponents.dtype}."
-        )
-    return exponents.astype(jnp.int8)
+    if exponents.dtype != jnp.int8:
+        raise ValueError(f"{op}: k_exponents must be int8, got {exponents.dtype}.")
+    return exponents
 
 
 def arguments(

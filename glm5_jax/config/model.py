@@ -162,6 +162,11 @@ class ModelConfig:
                 f"and so cannot select the keys of training; drop batch_invariant.",
             ),
             (
+                self.index_dtype == "auto" or LATENT in self.layer_attention,
+                f"index_dtype={self.index_dtype!r} is of indexers, which no layer has "
+                f"with layer_types={self.layer_types}; drop it.",
+            ),
+            (
                 not self.batch_invariant or self.attention == "sparse",
                 f"batch_invariant needs attention='sparse', whose lists of keys "
                 f"training and decoding share, got {self.attention!r}.",

@@ -351,6 +351,12 @@ def write_config(
             "logits will differ by about 1e-4.",
             eps,
         )
+    if config.index_dtype != "auto":
+        logging.warning(
+            "config.json cannot say index_dtype=%s: give --config.model.index_dtype "
+            "where this program reads the folder.",
+            config.index_dtype,
+        )
     dropped = SUPERSEDED | OURS
     kept = {k: v for k, v in (extra or {}).items() if k not in dropped}
     values = kept | values

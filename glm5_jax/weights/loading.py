@@ -38,7 +38,7 @@ Path = str | pathlib.Path
 MATHEMATICS = (
     *("rms_norm_eps", "latent_norm_eps", "rope_theta", "rope_scaling"),
     *("num_experts_per_tok", "routed_scaling_factor", "norm_topk_prob", "index_topk"),
-    *("layer_types", "variants"),
+    *("index_dtype", "layer_types", "variants"),
 )
 MAX_CONTEXT = 4096  # tokens read at once if no training run sets a length
 DTYPES = ("float32", "bfloat16")
@@ -182,8 +182,8 @@ def require_params(path: Path, config: config_lib.ModelConfig) -> None:
 def require_same_mathematics(config: config_lib.TrainConfig) -> None:
     """Checks that init_from is what a run of this stage and model continues from.
 
-    index_topk is compared only if both models select keys, and the sizes of attention
-    variants only if both models have some.
+    index_topk and index_dtype are compared only if both models select keys, and the
+    sizes of attention variants only if both models have some.
 
     Raises:
       InputError: nothing usable is there, a field of MATHEMATICS differs that
@@ -194,7 +194,8 @@ def require_same_mathematics(config: config_lib.TrainConfig) -> None:
     ours, theirs = config.model, read_config(find(config.init_from))
     if "attention" not in config.init_from_changes:
         stage_order.require_ready_indexers(config, theirs.attention)
-    is_free = {"index_topk"} if "dense" in (ours.attention, theirs.attention) else set()
+    is_dense = "dense" in (ours.attention, theirs.attention)
+    is_free = {"index_topk", "index_dtype"} if is_dense else set()
     if not (ours.layer_types and theirs.layer_types):
         is_free |= {"variants"}
     differing = {

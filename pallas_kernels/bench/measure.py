@@ -96,8 +96,9 @@ def runnable(op: str, mode: str) -> bool:
 def floor(job: Job, chip: chips.Chip) -> dict[str, Any]:
     """Returns an op's FLOPs and bytes, and the least time that a chip needs."""
     needed = work(job)
-    rate = operations.OPERATIONS[job.op].rate * chip.reachable_tflops
-    matrix = needed["flops"] / rate / 1e9
+    has_float8 = (capabilities.named(chip.device_kind) or 0) >= capabilities.FLOAT8
+    rate = operations.OPERATIONS[job.op].rate if has_float8 else 1
+    matrix = needed["flops"] / (rate * chip.reachable_tflops) / 1e9
     memory = needed["bytes"] / chip.reachable_tbps / 1e9
     bound = "matrix" if matrix > memory else "memory"
     return needed | {"bound": bound, "floor_ms": max(matrix, memory)}

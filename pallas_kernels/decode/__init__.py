@@ -6,7 +6,7 @@ differentiable.
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int8
 
 from pallas_kernels import contract, dispatch, eight_bits, selection
 
@@ -23,7 +23,7 @@ def decode_indexer_topk(
     page_table: Int[Array, "B n"] | None = None,
     *,
     topk: int,
-    k_exponents: Int[Array, "pages s"] | None = None,
+    k_exponents: Int8[Array, "pages s"] | None = None,
     implementation: str | None = None,
 ) -> Int[Array, "B T K"]:
     """Indices of the top-k cached keys of each query; see `indexer_topk`.
@@ -69,7 +69,7 @@ def takes_index_codes(
     page_table: Int[Array, "B n"] | None = None,
     *,
     topk: int,
-    k_exponents: Int[Array, "pages s"],
+    k_exponents: Int8[Array, "pages s"],
 ) -> bool:
     """Returns whether `decode_indexer_topk` multiplies these codes; else it restores k.
 

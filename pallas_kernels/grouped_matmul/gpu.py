@@ -20,7 +20,6 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import block_sizes, capabilities, dispatch, triton_call
 from pallas_kernels.grouped_matmul import reference, tile_table
 
-FLOAT8_FROM = 89  # compute capability whose instructions convert float8_e4m3fn
 SIDE_BY_SIDE = 8  # tiles of rows that share matrices in the L2 cache
 FLOAT32_TILE = capabilities.Tile((64, 64, 32), 8, 3)
 
@@ -71,7 +70,7 @@ def unsupported_grouped_matmul_quantized(
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         return f"x must be bfloat16 or float32, got {x.dtype}."
     capability = dispatch.capability() or capabilities.HOPPER
-    if w.dtype == jnp.float8_e4m3fn and capability < FLOAT8_FROM:
+    if w.dtype == jnp.float8_e4m3fn and capability < capabilities.FLOAT8:
         return "codes of float8_e4m3fn need compute capability 8.9; int8 ones do not."
     return None
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, Int8, UInt32
 
 from pallas_kernels import contract, dispatch, eight_bits, selection
 from pallas_kernels.indexer_topk import reference
@@ -28,7 +28,7 @@ def indexer_topk(
     hi: Int[Array, "B T"],
     *,
     topk: int,
-    k_exponents: Int[Array, "B S"] | None = None,
+    k_exponents: Int8[Array, "B S"] | None = None,
     implementation: str | None = None,
 ) -> Int[Array, "B T K"]:
     """Lists the top-k visible keys of every query.
@@ -62,7 +62,7 @@ def indexer_bits(
     hi: Int[Array, "B T"],
     *,
     topk: int,
-    k_exponents: Int[Array, "B S"] | None = None,
+    k_exponents: Int8[Array, "B S"] | None = None,
     implementation: str | None = None,
 ) -> UInt32[Array, "B T W"]:
     """Selects keys like `indexer_topk`, as bits (see `pallas_kernels.selection`)."""
@@ -77,7 +77,7 @@ def indexer_mask(
     hi: Int[Array, "B T"],
     *,
     topk: int,
-    k_exponents: Int[Array, "B S"] | None = None,
+    k_exponents: Int8[Array, "B S"] | None = None,
     implementation: str | None = None,
 ) -> Bool[Array, "B S T"]:
     """Selects keys like `indexer_topk`, as a mask, keys first."""
@@ -92,7 +92,7 @@ def indexer_select(
     hi: Int[Array, "B T"],
     *,
     topk: int,
-    k_exponents: Int[Array, "B S"] | None = None,
+    k_exponents: Int8[Array, "B S"] | None = None,
 ) -> Bool[Array, "B S T"] | UInt32[Array, "B T W"] | Int[Array, "B T K"]:
     """Selects keys like `indexer_topk`, in the form `selection.form` of this chip."""
     forms = {"mask": indexer_mask, "bits": indexer_bits, "list": indexer_topk}

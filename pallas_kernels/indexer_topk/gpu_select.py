@@ -18,7 +18,14 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float, Int, UInt32
 
-from pallas_kernels import block_sizes, dispatch, selection, triton_call
+from pallas_kernels import (
+    block_sizes,
+    capabilities,
+    dispatch,
+    eight_bits,
+    selection,
+    triton_call,
+)
 
 KEYS = 64  # per scoring step
 MAX_HEADS = 256
@@ -29,7 +36,7 @@ BLOCK = 2048  # keys written at a time when selecting
 UNSEEN = tl.constexpr(-0x7F800001)  # the integer of -inf
 # Replaces a score of -inf, so that visible keys rank before invisible ones.
 LEAST = tl.constexpr(-3.4028234663852886e38)
-FLOAT8_FROM = 89  # compute capability whose tensor cores multiply float8_e4m3fn
+LEAST_CODES = 32  # depth of a product of 8 bits
 MOST = 32768  # numbers in registers of a selecting program
 
 
@@ -55,8 +62,13 @@ def unsupported(
             f"heads must be a power of two up to {MAX_HEADS} and their dim one of 16 "
             f"or more, got {heads} and {dim}."
         )
-    if has_codes and (dispatch.capability() or FLOAT8_FROM) < FLOAT8_FROM:
+    if (
+        has_codes
+        and (dispatch.capability() or capabilities.FLOAT8) < capabilities.FLOAT8
+    ):
         return "codes of float8_e4m3fn need compute capability 8.9."
+    if eight_bits.are_codes(q) and dim < LEAST_CODES:
+        return f"products of 8 bits need {LEAST_CODES} dims a head, got {dim}."
     halves = jnp.bfloat16, jnp.float16
     if not has_codes and (q.dtype != k.dtype or q.dtype not in (*halves, jnp.float32)):
         return f"q and k must share a float dtype, got {q.dtype} and {k.dtype}."
@@ -253,6 +265,7 @@ def _scores_kernel(
         scores = tl.sum(tl.reshape(products, [KEYS, QUERIES, I]), 2)
         if HAS_CODES:
             exponent = tl.load(exponents_ptr + key, is_key, 0).to(tl.int32)
+            exponent = tl.maximum(exponent, -126)
             scores *= ((exponent + 127) << 23).to(tl.float32, bitcast=True)[:, None]
         tl.store(scores_ptr + row * STRIDE + s[:, None], scores)
         if GROUP > 1:

@@ -9,6 +9,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 import pallas_kernels
+from glm5_jax import config as config_lib
 from glm5_jax.model import cached, context, indexer, transformer
 from glm5_jax.model import selection as selection_lib
 from pallas_kernels import eight_bits
@@ -98,6 +99,12 @@ class EightBitsTest(parameterized.TestCase):
             slope,
             want,
         )
+
+    def test_a_model_without_indexers_refuses_it(self):
+        changes = {"layer_types": ("latent_sliding",) * 2}
+        message = "index_dtype='fp8' is of indexers, which no layer has with layer_ty"
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            dataclasses.replace(EIGHT, variants=tiny.SIZES_OF_VARIANTS, **changes)
 
     def test_codes_of_rounded_numbers_are_exact(self):
         params, x, c_q, made = inputs()

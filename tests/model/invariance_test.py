@@ -1,5 +1,6 @@
 """Whole rows, chunks and single tokens choose the same keys and experts in bfloat16."""
 
+import dataclasses
 import functools
 from unittest import mock
 
@@ -95,17 +96,24 @@ class InvarianceTest(parameterized.TestCase):
         ("chunks", 12, 12),
     )
     def test_choices_are_those_of_whole_rows(self, rows, size):
-        self.check(rows, size)
+        self.check(MODEL, rows, size)
+
+    def test_choices_of_an_indexer_in_8_bits(self):
+        self.check(dataclasses.replace(MODEL, index_dtype="fp8"), 12, 1)
 
     @pytest.mark.slow  # the code of chunks, with smaller products
     def test_choices_are_those_of_whole_rows_drafts(self):
-        self.check(12, 4)
+        self.check(MODEL, 12, 4)
 
-    def check(self, rows, size):
+    @pytest.mark.slow
+    def test_choices_of_an_indexer_in_8_bits_in_chunks(self):
+        self.check(dataclasses.replace(MODEL, index_dtype="fp8"), 12, 12)
+
+    def check(self, model, rows, size):
         rng = np.random.default_rng(0)
-        tokens = rng.integers(0, MODEL.vocab_size, (12, 48)).astype(np.int32)
-        expected = whole(MODEL, tuple(map(tuple, tokens.tolist())))
-        found = in_chunks(MODEL, tokens[:rows], size)
+        tokens = rng.integers(0, model.vocab_size, (12, 48)).astype(np.int32)
+        expected = whole(model, tuple(map(tuple, tokens.tolist())))
+        found = in_chunks(model, tokens[:rows], size)
         for ours, theirs in zip(found, expected[:2], strict=False):
             different = (np.sort(ours) != np.sort(theirs[:, :rows])).any(-1)
             self.assertEqual(different.sum(), 0, f"of {different.size}")

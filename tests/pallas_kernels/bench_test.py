@@ -1,6 +1,7 @@
 """The benchmark's command: what it prints and writes, and what it refuses."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import pathlib
@@ -173,6 +174,12 @@ class BenchTest(parameterized.TestCase):
         floor = measure.floor(job, bench.chips.CHIPS["h200"])
         self.assertAlmostEqual(floor["floor_ms"], 89, delta=1)
         self.assertEqual(floor["bound"], "matrix")
+        job = dataclasses.replace(job, op="indexer_topk_fp8")
+        for chip, times in (("h200", 2), ("l4", 2), ("a100", 1), ("v5p", 1)):
+            chip = bench.chips.CHIPS[chip]
+            plain = measure.floor(dataclasses.replace(job, op="indexer_topk"), chip)
+            floor = measure.floor(job, chip)
+            self.assertAlmostEqual(plain["floor_ms"] / floor["floor_ms"], times, 3)
 
     @parameterized.parameters(
         ("h200", 33792), ("v5p", 33792), ("v6e", 103424), ("tpu7x", 57344)

@@ -61,9 +61,16 @@ class EightBitsGpuTest(parameterized.TestCase):
         )
         np.testing.assert_array_equal(got, want)
 
-    @parameterized.parameters((80, False), (86, False), (89, True), (90, True))
-    def test_compute_capabilities_that_multiply_codes(self, capability, takes):
+    @parameterized.parameters(
+        (80, 128, False),
+        (86, 128, False),
+        (89, 128, True),
+        (90, 32, True),
+        (90, 16, False),  # too narrow for a product of 8 bits
+    )
+    def test_codes_are_multiplied_where_instructions_do(self, capability, dim, takes):
         q, k, w, lo, hi, exponents = eight_bits_test.make()
+        q, k = q[..., :dim], k[..., :dim]
         with (
             mock.patch.object(dispatch, "platform", return_value="gpu"),
             mock.patch.object(dispatch, "capability", return_value=capability),

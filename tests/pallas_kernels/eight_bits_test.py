@@ -152,7 +152,7 @@ class ArgumentsTest(parameterized.TestCase):
         ({"q": jnp.float16}, "q must be float8_e4m3fn, bfloat16 or float32 .* float16"),
         ({"k_exponents": None}, r"needs k_exponents \[1, 333\], got none"),
         ({"k_exponents": (1, 332)}, r"\[1, 333\], got \[1, 332\]"),
-        ({"k_exponents": jnp.float32}, "signed integers, got float32"),
+        ({"k_exponents": jnp.int32}, "int8, got int32"),
     )
     def test_what_does_not_fit_is_named(self, change, message):
         q, k, w, lo, hi, exponents = make()

@@ -294,6 +294,14 @@ class SaveTest(FolderCase):
             huggingface.write_config(config, folder)
         self.assertFalse(folder.exists())
 
+    def test_an_indexer_in_8_bits_is_not_forgotten_in_silence(self):
+        folder = pathlib.Path(self.create_tempdir().full_path)
+        config = tiny.model(index_dtype="fp8")
+        with self.assertLogs("absl", "WARNING") as logs:
+            huggingface.write_config(config, folder)
+        self.assertIn("config.json cannot say index_dtype=fp8", logs.output[0])
+        self.assertNotIn("index_dtype", (folder / "config.json").read_text())
+
     def test_several_modules_of_drafts_have_no_such_folder(self):
         for num_modules in (0, 1):
             config = tiny.model(num_nextn_predict_layers=num_modules)

@@ -216,8 +216,10 @@ class LoadTest(FolderTest):
         run = self.make_run()
         loading.require_same_mathematics(self.train_config(run))
         loading.require_same_mathematics(
-            self.train_config(run, index_topk=5, attention="dense")
+            self.train_config(run, index_topk=5, index_dtype="fp8", attention="dense")
         )
+        with self.assertRaisesRegex(config_lib.InputError, "index_dtype: auto in init"):
+            loading.require_same_mathematics(self.train_config(run, index_dtype="fp8"))
         others = {"rope_theta": 5e4, "num_experts_per_tok": 1}
         for changes in ((), ("rope_theta",)):
             config = self.train_config(run, changes, **others)
@@ -314,7 +316,7 @@ class LoadTest(FolderTest):
             *("attention", "dtype", "param_dtype", "remat_policy", "batch_invariant"),
             *("expert_transport", "expert_chunks", "eos_token_id", "pad_token_id"),
             *("mtp_num_steps", "index_share_for_mtp_iteration", "initializer_range"),
-            *("max_position_embeddings", "kv_cache_dtype", "index_dtype"),
+            *("max_position_embeddings", "kv_cache_dtype"),
         }
         changes = {"index_topk_pattern": "FS", "index_topk_freq": 2} | {
             "index_skip_topk_offset": 2
