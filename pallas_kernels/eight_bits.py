@@ -6,8 +6,6 @@ compute the same products. DeepSeek's indexers have keys and queries of this for
 (DeepSeek-V3.2, arXiv 2512.02556; "ue8m0" names the scale).
 """
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -37,7 +35,7 @@ def rounded(
 def restored(
     codes: Float[Array, "*n J"],
     exponents: Int[Array, "*n"],
-    dtype: jnp.dtype | type = jnp.bfloat16,
+    dtype: jnp.dtype | str = "bfloat16",
 ) -> Float[Array, "*n J"]:
     """Returns the numbers that codes stand for, below 2**127 exact in bfloat16."""
     numbers = codes.astype(jnp.float32) * power(exponents)[..., None]
@@ -96,5 +94,5 @@ def arguments(
     if dispatch.would_run(op, "gpu", implementation, (*args, exponents)):
         return *args, exponents
     q, k, *rest = args
-    dtype: Any = jnp.bfloat16 if are_codes(q) else q.dtype
+    dtype = "bfloat16" if are_codes(q) else q.dtype
     return q.astype(dtype), restored(k, exponents, dtype), *rest

@@ -83,7 +83,7 @@ class EightBitsTest(parameterized.TestCase):
 
         (_, whole), (slope, eight) = run(CONFIG), run(EIGHT)
         for exact, few in zip(whole[:2], eight[:2], strict=True):
-            want = eight_bits.restored(*eight_bits.rounded(exact), jnp.float32)
+            want = eight_bits.restored(*eight_bits.rounded(exact), "float32")
             np.testing.assert_array_equal(few, want)
             self.assertGreater(np.mean(np.asarray(few != exact)), 0.5)
         np.testing.assert_array_equal(whole.w, eight.w)
@@ -112,7 +112,7 @@ class EightBitsTest(parameterized.TestCase):
         codes, exponents = indexer.as_scored(EIGHT, numbers)
         self.assertEqual({codes.q.dtype, codes.k.dtype}, {jnp.dtype("float8_e4m3fn")})
         np.testing.assert_array_equal(
-            eight_bits.restored(codes.k, exponents, jnp.float32), numbers.k
+            eight_bits.restored(codes.k, exponents, "float32"), numbers.k
         )
         factors = codes.w / numbers.w
         np.testing.assert_array_equal(

@@ -73,7 +73,7 @@ class RoundedTest(parameterized.TestCase):
 
     def test_zeros_and_numbers_beyond_the_exponents(self):
         x = jnp.asarray([[0.0, 0.0], [2.0**-120, 0.0], [2.0**127, 1.0]])
-        restored = eight_bits.restored(*eight_bits.rounded(x), jnp.float32)
+        restored = eight_bits.restored(*eight_bits.rounded(x), "float32")
         np.testing.assert_array_equal(restored, [[0, 0], [0, 0], [2.0**127, 0]])
 
     def test_restored_rows_are_exact_in_bfloat16(self):
@@ -111,7 +111,7 @@ class SelectedTest(parameterized.TestCase):
         q, k, w, lo, hi, exponents = make()
         q = q.astype(dtype)
         want = indexer_topk(
-            q, eight_bits.restored(k, exponents, dtype), w, lo, hi, topk=50
+            q, eight_bits.restored(k, exponents, q.dtype), w, lo, hi, topk=50
         )
         got = indexer_topk(q, k, w, lo, hi, topk=50, k_exponents=exponents)
         np.testing.assert_array_equal(got, want)
