@@ -4,11 +4,7 @@ Each op has a folder. Its definition is `reference`: plain jnp without tiles. Th
 files are implementations that agree with it in values and gradients.
 """
 
-from pallas_kernels.decode import (
-    decode_indexer_topk,
-    decode_sparse_mla,
-    takes_index_codes,
-)
+from pallas_kernels.decode import decode_indexer_topk, decode_sparse_mla
 from pallas_kernels.dense_attention import dense_attention
 from pallas_kernels.dispatch import SAVED
 from pallas_kernels.grouped_codes import grouped_codes, takes_grouped_codes
@@ -46,5 +42,4 @@ __all__ = [
     "sparse_indexer_kl_loss",
     "sparse_mla",
     "takes_grouped_codes",
-    "takes_index_codes",
 ]

@@ -7,10 +7,7 @@ compute the same products. DeepSeek's indexers have keys and queries of this for
 """
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
-
-from pallas_kernels import dispatch
 
 MOST = 448.0  # the largest code
 LEAST = -100  # exponent: the least code times its power is a normal number of bfloat16
@@ -44,8 +41,7 @@ def restored(
 
 def power(exponents: Int[Array, "*n"]) -> Float[Array, "*n"]:
     """Returns 2**exponents in float32, exactly; of -126 for lower ones."""
-    exponents = jnp.maximum(exponents.astype(jnp.int32), -126)
-    return lax.bitcast_convert_type((exponents + 127) << 23, jnp.float32)
+    return jnp.ldexp(jnp.float32(1), jnp.maximum(exponents, -126))
 
 
 def are_codes(x: Array) -> bool:
@@ -82,17 +78,7 @@ def checked(op: str, q: Array, k: Array, exponents: Array | None) -> Array | Non
     return exponents
 
 
-def arguments(
-    op: dispatch.Op, implementation: str | None, args: tuple, exponents: Array | None
-) -> tuple:
-    """Returns an op's arguments with exponents, or q and k, the first two, restored.
-
-    Kernels of GPUs multiply codes; all other implementations take restored rows.
-    """
-    if exponents is None:
-        return args
-    if dispatch.would_run(op, "gpu", implementation, (*args, exponents)):
-        return *args, exponents
-    q, k, *rest = args
+def as_halves(q: Array, k: Array, exponents: Array) -> tuple[Array, Array]:
+    """Returns q and restored k in a type that all kernels multiply."""
     dtype = "bfloat16" if are_codes(q) else q.dtype
-    return q.astype(dtype), restored(k, exponents, dtype), *rest
+    return q.astype(dtype), restored(k, exponents, dtype)

@@ -6,12 +6,13 @@ differentiable.
 """
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int, Int8
 
 from pallas_kernels import contract, dispatch, eight_bits, selection
+from pallas_kernels.decode import reference
 
 IMPLEMENTATIONS = ("reference", "tpu", "gpu")
-_TOPK = dispatch.Op("decode", "decode_indexer_topk", IMPLEMENTATIONS, "dense")
 
 
 def decode_indexer_topk(
@@ -37,8 +38,7 @@ def decode_indexer_topk(
       hi: end of the visible keys; cut to n * s if larger.
       page_table: page of each run of s tokens of a sequence.
       topk: keys to select.
-      k_exponents: powers of two that scale the rows of k, if they are codes. All pages
-        are restored where no kernel multiplies codes: see `takes_index_codes`.
+      k_exponents: powers of two that scale the rows of k, if they are codes.
       implementation: see IMPLEMENTATIONS; None for the best one.
 
     Returns:
@@ -55,28 +55,23 @@ def decode_indexer_topk(
     num_keys, page_table = _cached(name, floats, integers, page_table)
     lo, hi = contract.within(lo, hi, num_keys)
     exponents = eight_bits.checked(name, q, k, k_exponents)
+    op = dispatch.Op("decode", name, IMPLEMENTATIONS, "dense")
     args = (q, k, w.astype(jnp.float32), lo, hi, page_table, topk)
-    args = eight_bits.arguments(_TOPK, implementation, args, exponents)
-    return dispatch.run(_TOPK, implementation, args)
+    if exponents is not None:
+        coded = (*args, exponents)
+        is_taken = dispatch.would_run(op, "gpu", implementation, coded)
+        args = coded if is_taken else _restored(args, exponents)
+    return dispatch.run(op, implementation, args)
 
 
-def takes_index_codes(
-    q: Float[Array, "B T I J"],
-    k: Float[Array, "pages s J"],
-    w: Float[Array, "B T I"],
-    lo: Int[Array, "B T"],
-    hi: Int[Array, "B T"],
-    page_table: Int[Array, "B n"] | None = None,
-    *,
-    topk: int,
-    k_exponents: Int8[Array, "pages s"],
-) -> bool:
-    """Returns whether `decode_indexer_topk` multiplies these codes; else it restores k.
-
-    Who has pages of others beside its own had better restore its own alone.
-    """
-    args = (q, k, w.astype(jnp.float32), lo, hi, page_table, topk, k_exponents)
-    return dispatch.would_run(_TOPK, "gpu", None, args)
+def _restored(args: tuple, exponents: Array) -> tuple:
+    """Restores the keys of the B sequences for kernels that do not multiply codes."""
+    q, k, w, lo, hi, page_table, topk = args
+    # Bytes: XLA for CPUs would fetch rows of float8 from a copy of all pages.
+    codes = reference.rows(lax.bitcast_convert_type(k, jnp.uint8), page_table)
+    codes = lax.bitcast_convert_type(codes, k.dtype)
+    exponents = reference.rows(exponents, page_table)
+    return *eight_bits.as_halves(q, codes, exponents), w, lo, hi, None, topk
 
 
 def decode_sparse_mla(

@@ -1,20 +1,20 @@
 """The definition: joins the pages, then runs the op over the whole sequence."""
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.indexer_topk import reference as indexer
 from pallas_kernels.sparse_mla import reference as attention
 
 
 def rows(
-    pages: Float[Array, "pages s width"], page_table: Int[Array, "B n"] | None
-) -> Float[Array, "B S width"]:
+    pages: Shaped[Array, "pages s *width"], page_table: Int[Array, "B n"] | None
+) -> Shaped[Array, "B S *width"]:
     """Returns the cache of every sequence in one piece."""
     if page_table is None:
         return pages
-    return jax.vmap(lambda table: pages[table].reshape(-1, pages.shape[-1]))(page_table)
+    rows = pages[page_table]  # [B, n, s, *width]
+    return rows.reshape(len(rows), -1, *pages.shape[2:])
 
 
 def decode_indexer_topk(

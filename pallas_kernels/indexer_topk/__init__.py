@@ -141,7 +141,13 @@ def _choose(
     floats = {"q": (q, "B T I J"), "k": (k, "B S J"), "w": (w, "B T I")}
     _, lo, hi = contract.bounded(function, floats, lo, hi)
     exponents = eight_bits.checked(function, q, k, k_exponents)
-    args = (*lax.stop_gradient((q, k, w.astype(jnp.float32))), lo, hi, topk)
+    q, k, w = lax.stop_gradient((q, k, w.astype(jnp.float32)))
+    args = (q, k, w, lo, hi, topk)
     op = dispatch.Op("indexer_topk", function, IMPLEMENTATIONS, "dense")
-    args = eight_bits.arguments(op, implementation, args, exponents)
+    if exponents is not None:
+        coded = (*args, exponents)
+        is_taken = dispatch.would_run(op, "gpu", implementation, coded)
+        args = (
+            coded if is_taken else (*eight_bits.as_halves(q, k, exponents), *args[2:])
+        )
     return dispatch.saved(dispatch.run(op, implementation, args))

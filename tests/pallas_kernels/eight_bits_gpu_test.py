@@ -14,7 +14,6 @@ from pallas_kernels import (
     dispatch,
     indexer_bits,
     indexer_topk,
-    takes_index_codes,
 )
 from tests import environment
 from tests.pallas_kernels import eight_bits_test
@@ -76,7 +75,9 @@ class EightBitsGpuTest(parameterized.TestCase):
             mock.patch.object(dispatch, "capability", return_value=capability),
             mock.patch.object(dispatch, "_missing", return_value=None),
         ):
-            got = takes_index_codes(q, k, w, lo, hi, topk=50, k_exponents=exponents)
+            args = (q, k, w, lo, hi, None, 50, exponents)
+            op = dispatch.Op("decode", "decode_indexer_topk", ("gpu",), "dense")
+            got = dispatch.would_run(op, "gpu", None, args)
         self.assertEqual(got, takes)
 
 

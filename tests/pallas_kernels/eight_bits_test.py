@@ -19,7 +19,6 @@ from pallas_kernels import (
     indexer_select,
     indexer_topk,
     selection,
-    takes_index_codes,
 )
 from tests import environment, typecheck
 
@@ -123,19 +122,15 @@ class SelectedTest(parameterized.TestCase):
         exponents = jnp.pad(exponents, [(0, 0), (0, 3)])
         table = jnp.asarray([[2, 0, 1]])
         place = np.argsort(table[0])
-        args = (
-            q,
-            k.reshape(3, 112, -1)[place],
-            w,
-            lo,
-            hi,
-            table,
-        )
+        place = np.append(place, 0)  # a fourth page, of nobody
+        args = (q, k.reshape(3, 112, -1)[place], w, lo, hi, table)
         pages = exponents.reshape(3, 112)[place]
-        how = {"topk": 50, "k_exponents": pages}
-        got = decode_indexer_topk(*args, **how)
+        plain = mock.patch.object(eight_bits, "restored", wraps=eight_bits.restored)
+        with plain as restored:
+            got = decode_indexer_topk(*args, topk=50, k_exponents=pages)
+        restored.assert_called_once()  # and for the keys of the sequence alone
+        self.assertEqual(restored.call_args.args[0].shape, (1, 336, 128))
         np.testing.assert_array_equal(got, by_hand(q, k, w, lo, hi, exponents, 50))
-        self.assertFalse(takes_index_codes(*args, **how))
 
     def test_vmap(self):
         q, k, w, lo, hi, exponents = make()
@@ -173,15 +168,10 @@ class ArgumentsTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "if q is"):
             indexer_topk(q, k.astype(jnp.bfloat16), w, lo, hi, topk=5)
 
-    def test_kernels_of_gpus_get_codes_and_others_rows(self):
+    def test_who_would_run(self):
         op = dispatch.Op("decode", "decode_indexer_topk", ("reference", "gpu"), "dense")
-        q, k, w, lo, hi, exponents = make()
+        q, k, w, lo, hi, _ = make()
         args = (q, k, w, lo, hi, None, 50)
-        for takes, dtype in ((True, jnp.float8_e4m3fn), (False, jnp.bfloat16)):
-            with mock.patch.object(dispatch, "would_run", return_value=takes):
-                got = eight_bits.arguments(op, None, args, exponents)
-            self.assertEqual([x.dtype for x in got[:2]], [dtype] * 2)
-            self.assertLen(got, 8 if takes else 7)
         self.assertTrue(dispatch.would_run(op, "gpu", "gpu_interpret", args))
         self.assertFalse(dispatch.would_run(op, "gpu", "tpu_interpret", args))
         self.assertFalse(dispatch.would_run(op, "gpu", None, args))  # on a CPU

@@ -22,7 +22,6 @@ from glm5_jax.model import context as context_lib
 from glm5_jax.model import indexer, layers
 from glm5_jax.model import selection as selection_lib
 from glm5_jax.model.attention import cache_rows, mla
-from pallas_kernels import eight_bits
 from pallas_kernels import selection as forms
 
 FEW = 8  # most new tokens of a sequence that a decoding kernel takes
@@ -117,27 +116,20 @@ def _topk_of_few(
     new: indexer.Projections,
     context: context_lib.Context,
 ) -> Int[Array, "b T K"]:
-    """Lists the best keys of few new tokens.
-
-    Where no kernel multiplies codes, those of these sequences alone are restored, not
-    those of other layers and sequences.
-    """
-    names = [*cache_rows.index_entries(config, 1)]
+    """Lists the best keys of few new tokens, which an op finds in all pages."""
+    names = cache_rows.index_entries(config, 1)
     (keys, page_table), *exponents = map(reader.pages, names)
-    keys, bounds = cache_rows.as_index_keys(keys), (context.lo, context.hi)
-    options: dict[str, Any] = {"topk": config.index_topk}
-    arguments = new.q, keys, new.w, *bounds, page_table
-    if exponents:
-        coded, _ = indexer.as_scored(config, new)
-        options["k_exponents"] = exponents[0][0]
-        arguments = coded.q, keys, coded.w, *bounds, page_table
-        if not pallas_kernels.takes_index_codes(*arguments, **options):
-            codes, powers = map(reader.sequences, names)
-            codes = cache_rows.as_index_keys(codes)
-            keys = eight_bits.restored(codes, powers, new.q.dtype)
-            options["k_exponents"] = None
-            arguments = new.q, keys, new.w, *bounds, None
-    return pallas_kernels.decode_indexer_topk(*arguments, **options)
+    new, _ = indexer.as_scored(config, new)
+    return pallas_kernels.decode_indexer_topk(
+        new.q,
+        cache_rows.as_index_keys(keys),
+        new.w,
+        context.lo,
+        context.hi,
+        page_table,
+        topk=config.index_topk,
+        k_exponents=exponents[0][0] if exponents else None,
+    )
 
 
 def _attend(
