@@ -36,7 +36,7 @@ BLOCK = 2048  # keys written at a time when selecting
 UNSEEN = tl.constexpr(-0x7F800001)  # the integer of -inf
 # Replaces a score of -inf, so that visible keys rank before invisible ones.
 LEAST = tl.constexpr(-3.4028234663852886e38)
-LEAST_CODES = 32  # depth of a product of 8 bits
+MIN_DEPTH_OF_CODES = 32  # depth of a product of 8 bits
 MOST = 32768  # numbers in registers of a selecting program
 
 
@@ -67,8 +67,8 @@ def unsupported(
         and (dispatch.capability() or capabilities.FLOAT8) < capabilities.FLOAT8
     ):
         return "codes of float8_e4m3fn need compute capability 8.9."
-    if eight_bits.are_codes(q) and dim < LEAST_CODES:
-        return f"products of 8 bits need {LEAST_CODES} dims a head, got {dim}."
+    if eight_bits.are_codes(q) and dim < MIN_DEPTH_OF_CODES:
+        return f"products of 8 bits need {MIN_DEPTH_OF_CODES} dims a head, got {dim}."
     halves = jnp.bfloat16, jnp.float16
     if not has_codes and (q.dtype != k.dtype or q.dtype not in (*halves, jnp.float32)):
         return f"q and k must share a float dtype, got {q.dtype} and {k.dtype}."
