@@ -14,7 +14,13 @@ from glm5_jax.config.data import (
 )
 from glm5_jax.config.health import HealthConfig
 from glm5_jax.config.mesh import MeshConfig
-from glm5_jax.config.model import AttentionMode, Dtype, ModelConfig, RematPolicy
+from glm5_jax.config.model import (
+    AttentionMode,
+    CacheDtype,
+    Dtype,
+    ModelConfig,
+    RematPolicy,
+)
 from glm5_jax.config.optim import LossConfig, OptimConfig
 from glm5_jax.config.quantization import (
     CALIBRATIONS,
@@ -49,6 +55,7 @@ __all__ = [
     "AdvantageStd",
     "AttentionMode",
     "AttentionVariants",
+    "CacheDtype",
     "DamagedError",
     "DataConfig",
     "DocumentKind",

@@ -48,21 +48,27 @@ class Rows:
     @property
     def num_numbers(self) -> int:
         """Returns the numbers of a restored row."""
-        return self._tiled(self.num_rounded + self.num_kept)
+        return _tiled(self.num_rounded + self.num_kept, dispatch.platform())
 
     @property
     def width(self) -> int:
         """Returns the elements of a row in the cache: numbers or bytes."""
-        if self.kind is None:
-            return self.num_numbers
-        num_scales = -(-self.num_rounded // TILE)
-        kept = self.num_kept * jnp.dtype(self.dtype).itemsize
-        return self._tiled(self.num_rounded + 4 * num_scales + kept)
+        return self.entry(1).shape[-1]
 
-    def entry(self, capacity: int) -> jax.ShapeDtypeStruct:
-        """Declares the rows of a sequence."""
-        dtype = self.dtype if self.kind is None else jnp.uint8
-        return jax.ShapeDtypeStruct((capacity, self.width), jnp.dtype(dtype))
+    def entry(self, capacity: int, platform: str = "") -> jax.ShapeDtypeStruct:
+        """Declares the rows of a sequence.
+
+        Args:
+          capacity: rows.
+          platform: "cpu", "gpu" or "tpu"; "" for the one that a program is traced for.
+        """
+        size, dtype = self.num_rounded + self.num_kept, self.dtype
+        if self.kind is not None:
+            num_scales = -(-self.num_rounded // TILE)
+            kept = self.num_kept * jnp.dtype(self.dtype).itemsize
+            size, dtype = self.num_rounded + 4 * num_scales + kept, jnp.uint8
+        width = _tiled(size, platform or dispatch.platform())
+        return jax.ShapeDtypeStruct((capacity, width), jnp.dtype(dtype))
 
     def store(self, x: Float[Array, "*n row"]) -> Shaped[Array, "*n width"]:
         """Returns the rows that are cached of these numbers."""
@@ -85,17 +91,6 @@ class Rows:
         latent = leaf.dequantized(leaf.Quantized(codes, scales, layout), self.dtype)
         kept = _numbers(rows[..., first:last], self.dtype)
         return padded(jnp.concatenate([latent, kept], axis=-1), self.num_numbers)
-
-    def _tiled(self, size: int) -> int:
-        """Rounds up to whole tiles on a TPU.
-
-        XLA would give an argument with other rows another layout to save their padding,
-        and a program would change it back, which takes twice the cache's memory:
-        1.12 GiB for 4 layers of GLM-5.
-        """
-        if dispatch.platform() != "tpu":
-            return size
-        return -(-size // _LANES) * _LANES
 
 
 def of_latents(config: config_lib.ModelConfig) -> Rows:
@@ -146,6 +141,16 @@ def padded(x: Shaped[Array, "*n row"], size: int) -> Shaped[Array, "*n width"]:
     """Zero-pads the last axis."""
     missing = size - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
+
+
+def _tiled(size: int, platform: str) -> int:
+    """Rounds up to whole tiles on a TPU.
+
+    XLA would give an argument with other rows another layout to save their padding, and
+    a program would change it back, which takes twice the cache's memory: 1.12 GiB for 4
+    layers of GLM-5.
+    """
+    return -(-size // _LANES) * _LANES if platform == "tpu" else size
 
 
 def _bytes(x: Array) -> Array:

@@ -11,23 +11,25 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+
 from glm5_jax import config as config_lib
+from glm5_jax.model.attention import cache_rows
 from glm5_jax.quantization import schemes
 from glm5_jax.scale import slice_devices
 
 _GROUP = 8  # rows that a kernel fetches to read one (pallas_kernels/decode)
-_LANES = 128
 GIB = slice_devices.GIB
 
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """Bytes of a number, scales included."""
+    """Bytes of a weight, scales included, and the dtype of the cache."""
 
     name: str
     experts: float
     matrices: float  # of attention, dense layers and shared experts
-    cache: float = 2.0
+    kv_cache_dtype: config_lib.CacheDtype = "auto"  # of the model's config
 
 
 _BLOCK_SCALE = 4 / schemes.FP8_BLOCK**2  # a float32 for the codes of a block
@@ -36,7 +38,7 @@ FORMATS = (
     Format("bfloat16", 2.0, 2.0),
     Format("FP8", 1 + _BLOCK_SCALE, 1 + _BLOCK_SCALE),
     Format("W4A8", 0.5 + _GROUP_SCALE, 1.0),
-    Format("W4A8, cache in FP8", 0.5 + _GROUP_SCALE, 1.0, 1.0),
+    Format("W4A8, cache in FP8", 0.5 + _GROUP_SCALE, 1.0, "fp8"),
 )
 
 
@@ -171,7 +173,7 @@ def step(
     """
     length, num_drafts = length or compiled.length, len(acceptance)
     layers = config.num_hidden_layers
-    token_bytes = _token_bytes(config, num_drafts > 0) * form.cache / 2
+    token_bytes = _token_bytes(config, form) * (layers + (num_drafts > 0))
     room = compiled.limit - compiled.besides - compiled.others - compiled.head
     mtp, others = _weights(config, compiled, form)
     room -= mtp + others
@@ -197,7 +199,7 @@ def step(
     )
 
 
-def cached_bytes(config: config_lib.ModelConfig, length: int) -> float:
+def cached_bytes(config: config_lib.ModelConfig, length: int) -> int:
     """Returns the bytes of a layer's cache that a step reads for a sequence."""
     return _keys(config, length, FORMATS[0]) + _latents(config, FORMATS[0])
 
@@ -222,23 +224,39 @@ def _weights(
     return mtp, experts + matrices - mtp
 
 
-def _keys(config: config_lib.ModelConfig, length: int, form: Format) -> float:
+def _keys(config: config_lib.ModelConfig, length: int, form: Format) -> int:
     """Returns the bytes of a layer's indexer keys of a sequence."""
-    return length * config.index_head_dim * form.cache
+    return length * _index_bytes(_cached(config, form))
 
 
-def _latents(config: config_lib.ModelConfig, form: Format) -> float:
+def _latents(config: config_lib.ModelConfig, form: Format) -> int:
     """Returns the bytes that a query of a layer reads for its selected keys."""
-    return config.index_topk * _GROUP * _row(config) * form.cache
+    return config.index_topk * _GROUP * _latent_bytes(_cached(config, form))
 
 
-def _row(config: config_lib.ModelConfig) -> int:
-    """Returns the width of a cached latent on a TPU."""
-    size = config.kv_lora_rank + config.qk_rope_head_dim
-    return -(-size // _LANES) * _LANES
+def _token_bytes(config: config_lib.ModelConfig, form: Format) -> int:
+    """Returns what a token takes in a layer's cache."""
+    cached = _cached(config, form)
+    return _latent_bytes(cached) + _index_bytes(cached)
 
 
-def _token_bytes(config: config_lib.ModelConfig, has_drafts: bool) -> int:
-    """Returns what a token takes in the cache, in bfloat16."""
-    layers = config.num_hidden_layers + has_drafts
-    return layers * (_row(config) + config.index_head_dim) * 2
+def _cached(config: config_lib.ModelConfig, form: Format) -> config_lib.ModelConfig:
+    """Returns the model with the format's cache, or its own if that is rounded."""
+    if config.kv_cache_dtype != "auto":
+        return config
+    return dataclasses.replace(config, kv_cache_dtype=form.kv_cache_dtype)
+
+
+def _latent_bytes(config: config_lib.ModelConfig) -> int:
+    """Returns the bytes of a token's latent in a layer's cache on a TPU."""
+    return _size(cache_rows.of_latents(config).entry(1, "tpu"))
+
+
+def _index_bytes(config: config_lib.ModelConfig) -> int:
+    """Returns the bytes of a token's key of a layer's indexer in the cache."""
+    return sum(map(_size, cache_rows.index_entries(config, 1).values()))
+
+
+def _size(rows: jax.ShapeDtypeStruct) -> int:
+    """Returns the bytes of rows."""
+    return math.prod(rows.shape) * rows.dtype.itemsize

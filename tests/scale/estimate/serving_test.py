@@ -85,15 +85,22 @@ class MeasuredTest(parameterized.TestCase):
 
 class HandTest(parameterized.TestCase):
     def test_the_cache_takes_what_the_weights_leave(self):
-        """A token takes 9 layers of 640 + 128 numbers, ten with drafts."""
+        """A token takes 9 layers of 640 + 128 numbers, ten with drafts.
+
+        In FP8: 512 codes, 4 scales and 64 numbers of two bytes in a row of 768 bytes,
+        and 128 codes with an exponent.
+        """
         room = 9e9 - 1e8 - 5e7 - 1e8
-        for form, drafts, weights, number in (
-            (serving.FORMATS[0], (), 2.8e9, 2),
-            (serving.FORMATS[0], (0.5,), 2.8e9, 2),
-            (serving.FORMATS[3], (), 1.8e9 * (0.25 + 2 / 128) + 0.5e9, 1),
+        keys = dataclasses.replace(MODEL, index_dtype="fp8")
+        w4a8 = 1.8e9 * (0.25 + 2 / 128) + 0.5e9
+        for model, form, drafts, weights, layer in (
+            (MODEL, serving.FORMATS[0], (), 2.8e9, 2 * (640 + 128)),
+            (MODEL, serving.FORMATS[0], (0.5,), 2.8e9, 2 * (640 + 128)),
+            (keys, serving.FORMATS[0], (), 2.8e9, 2 * 640 + 129),
+            (MODEL, serving.FORMATS[3], (), w4a8, 768 + 129),
         ):
-            found = serving.step(MODEL, HAND, form, drafts)
-            token = (9 + len(drafts)) * 768 * number
+            found = serving.step(model, HAND, form, drafts)
+            token = (9 + len(drafts)) * layer
             wanted = int((room - weights) / token)
             self.assertEqual(found.cache_tokens, 4 * wanted)
             self.assertEqual(found.sequences, wanted // 1000)
