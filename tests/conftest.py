@@ -97,6 +97,7 @@ TOGETHER = {
     "storage/commands_test.py": "processes/commands_test.py",
     "storage/lives_test.py": "processes/commands_test.py",
     "training/kill_test.py": "processes/commands_test.py",
+    "training/profiling_test.py": "processes/commands_test.py",
     "weights/conversion_test.py": "processes/commands_test.py",
     "weights/loading_test.py": "processes/commands_test.py",
     "weights/sharded_test.py": "processes/commands_test.py",

@@ -53,7 +53,7 @@ class CommandsTest(absltest.TestCase):
             "--config.data.source=s3://bucket/rows",
             "--config.data.tokenizer=byte",
             "--workdir=gs://bucket/run",
-            "--config.sample_every=0",
+            "--config.sample_tokens=0",
             "--config.eval_every=0",
             "--config.data.sequence_length=64",
             "--config.data.batch_size=2",

@@ -5,7 +5,6 @@ ends the process with a segmentation fault.
 """
 
 import dataclasses
-import multiprocessing
 import os
 import pathlib
 import signal
@@ -20,7 +19,7 @@ from glm5_jax import config as config_lib
 from glm5_jax import presets
 from glm5_jax.training import loop
 from glm5_jax.training.reporting import profiling
-from tests import environment, small_configs
+from tests import environment, forked, small_configs
 
 CASES = (  # steps, those with a signal, and those of each profile
     ("named", (3, 4), (), [[3, 4]]),
@@ -57,8 +56,7 @@ def record(folder, steps, asked_at):
 class ProfilerTest(parameterized.TestCase):
     def test_the_steps_and_no_others(self):
         root = pathlib.Path(self.create_tempdir().full_path)
-        processes = multiprocessing.get_context("spawn")
-        child = processes.Process(target=record_all, args=(root,))
+        child = forked.PROCESSES.Process(target=record_all, args=(root,))
         child.start()
         child.join()
         self.assertEqual(child.exitcode, 0)
