@@ -1,11 +1,8 @@
 """A token's row in the cache of MLA: as it is, or in 8 bits (model.kv_cache_dtype).
 
-A rounded latent row is a row of bytes, as vLLM's fp8_ds_mla has them:
-
-    codes of the latent, a byte each | their scales, float32 | the rotated key
-
-Every 128 numbers share a scale. Numbers that RoPE has turned stay in the model's dtype:
-their rounding costs most, and they are few. GLM-5's row of 576 numbers takes 656 bytes
+A rounded latent row is a row of bytes (pallas_kernels/latent_rows.py), which kernels of
+GPUs read as they are. Numbers that RoPE has turned stay in the model's dtype: their
+rounding costs most, and they are few. GLM-5's row of 576 numbers takes 656 bytes
 instead of 1,152.
 
 A key of the indexer is rounded as a whole with "fp8" alone: from int8 keys an indexer
@@ -22,9 +19,8 @@ from jaxtyping import Array, Float, Shaped
 
 from glm5_jax import config as config_lib
 from glm5_jax.quantization import leaf
-from pallas_kernels import dispatch, eight_bits
+from pallas_kernels import dispatch, eight_bits, latent_rows
 
-TILE = 128  # numbers that share a scale
 INDEX_KEYS, INDEX_EXPONENTS = "k_index", "k_index_exponents"  # names of entries
 _LANES = 128  # of a TPU's tile
 
@@ -46,6 +42,19 @@ class Rows:
     dtype: jax.typing.DTypeLike
 
     @property
+    def codes(self) -> str | None:
+        """Returns the type of the codes, None if nothing is rounded."""
+        return None if self.kind is None else jnp.dtype(leaf.DTYPES[self.kind]).name
+
+    @property
+    def byte_form(self) -> latent_rows.Form | None:
+        """Returns the form of a row of bytes, None if nothing is rounded."""
+        if self.codes is None:
+            return None
+        sizes = self.num_rounded, self.num_kept
+        return latent_rows.Form(*sizes, self.codes, self.dtype)
+
+    @property
     def num_numbers(self) -> int:
         """Returns the numbers of a restored row."""
         return _tiled(self.num_rounded + self.num_kept, dispatch.platform())
@@ -62,35 +71,28 @@ class Rows:
           capacity: rows.
           platform: "cpu", "gpu" or "tpu"; "" for the one that a program is traced for.
         """
+        form = self.byte_form
         size, dtype = self.num_rounded + self.num_kept, self.dtype
-        if self.kind is not None:
-            num_scales = -(-self.num_rounded // TILE)
-            kept = self.num_kept * jnp.dtype(self.dtype).itemsize
-            size, dtype = self.num_rounded + 4 * num_scales + kept, jnp.uint8
+        if form is not None:
+            size, dtype = form.width, jnp.uint8
         width = _tiled(size, platform or dispatch.platform())
         return jax.ShapeDtypeStruct((capacity, width), jnp.dtype(dtype))
 
     def store(self, x: Float[Array, "*n row"]) -> Shaped[Array, "*n width"]:
         """Returns the rows that are cached of these numbers."""
-        if self.kind is None:
+        form = self.byte_form
+        if self.kind is None or form is None:
             return padded(x, self.width)
         latent, kept = jnp.split(x, [self.num_rounded], axis=-1)
-        rounded = leaf.quantize(latent, leaf.Layout(self.kind, (TILE,)))
-        parts = rounded.values, rounded.scales, kept.astype(self.dtype)
-        return padded(jnp.concatenate([*map(_bytes, parts)], axis=-1), self.width)
+        layout = leaf.Layout(self.kind, (latent_rows.TILE,))
+        rounded = leaf.quantize(latent, layout)
+        rows = form.joined(rounded.values, rounded.scales, kept)
+        return padded(rows, self.width)
 
     def restore(self, rows: Shaped[Array, "*n width"]) -> Float[Array, "*n row"]:
         """Returns the numbers that cached rows stand for, zero-padded on a TPU."""
-        if self.kind is None:
-            return rows
-        first = self.num_rounded + 4 * -(-self.num_rounded // TILE)
-        last = first + self.num_kept * jnp.dtype(self.dtype).itemsize
-        codes = _numbers(rows[..., : self.num_rounded], leaf.DTYPES[self.kind])
-        scales = _numbers(rows[..., self.num_rounded : first], jnp.float32)
-        layout = leaf.Layout(self.kind, (TILE,))
-        latent = leaf.dequantized(leaf.Quantized(codes, scales, layout), self.dtype)
-        kept = _numbers(rows[..., first:last], self.dtype)
-        return padded(jnp.concatenate([latent, kept], axis=-1), self.num_numbers)
+        form = self.byte_form
+        return rows if form is None else padded(form.restored(rows), self.num_numbers)
 
 
 def of_latents(config: config_lib.ModelConfig) -> Rows:
@@ -129,12 +131,16 @@ def of_index_keys(
     if not has_index_codes(config):
         return {INDEX_KEYS: k}
     codes, exponents = eight_bits.rounded(k)
-    return {INDEX_KEYS: _bytes(codes), INDEX_EXPONENTS: exponents}
+    return {
+        INDEX_KEYS: lax.bitcast_convert_type(codes, jnp.uint8),
+        INDEX_EXPONENTS: exponents,
+    }
 
 
 def as_index_keys(rows: Shaped[Array, "*n J"]) -> Float[Array, "*n J"]:
     """Returns the keys, or their codes, of rows of the cache; copies nothing."""
-    return _numbers(rows, jnp.float8_e4m3fn) if rows.dtype == jnp.uint8 else rows
+    is_code = rows.dtype == jnp.uint8
+    return lax.bitcast_convert_type(rows, jnp.float8_e4m3fn) if is_code else rows
 
 
 def padded(x: Shaped[Array, "*n row"], size: int) -> Shaped[Array, "*n width"]:
@@ -151,17 +157,3 @@ def _tiled(size: int, platform: str) -> int:
     layers of GLM-5.
     """
     return -(-size // _LANES) * _LANES if platform == "tpu" else size
-
-
-def _bytes(x: Array) -> Array:
-    """Returns the bytes of numbers, those of each together."""
-    found = lax.bitcast_convert_type(x, jnp.uint8)
-    return found if x.dtype.itemsize == 1 else found.reshape(*x.shape[:-1], -1)
-
-
-def _numbers(rows: Array, dtype: jax.typing.DTypeLike) -> Array:
-    """Returns the numbers of bytes."""
-    size = jnp.dtype(dtype).itemsize
-    if size > 1:
-        rows = rows.reshape(*rows.shape[:-1], -1, size)
-    return lax.bitcast_convert_type(rows, dtype)
