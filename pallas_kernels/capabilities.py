@@ -77,6 +77,7 @@ class Gpu:
     grouped_matmul_quantized: Tile = Tile((128, 128, 128), 8, 3)  # blocks of scales
     grouped_matmul_dw: Tile = Tile((128, 256, 64), 8, 3)  # depth, columns, rows
     decode_sparse_mla: Tile = Tile((64, 64), 8, 2)  # heads, keys gathered per step
+    decode_sparse_mla_codes: Tile = Tile((64, 64), 8, 3)
 
     def for_heads(self, rest: int) -> "Gpu":
         """Returns the tiles for q and k whose dims exceed a power of two by `rest`.
@@ -119,6 +120,7 @@ _AMPERE = Gpu(  # A100: products of 16 rows from registers, copies of 16 bytes
     grouped_matmul_quantized=Tile((128, 128, 64), 8, 3),
     grouped_matmul_dw=Tile((128, 128, 64), 8, 3),
     decode_sparse_mla=Tile((64, 32), 8, 2),
+    decode_sparse_mla_codes=Tile((32, 32), 8, 2),
 )
 _SMALL = Gpu(  # the same products, and less shared memory
     shared_kib=99,
@@ -140,6 +142,7 @@ _SMALL = Gpu(  # the same products, and less shared memory
     grouped_matmul_quantized=Tile((128, 128, 64), 8, 2),
     grouped_matmul_dw=Tile((128, 128, 32), 8, 4),
     decode_sparse_mla=Tile((32, 32), 8, 2),
+    decode_sparse_mla_codes=Tile((32, 32), 8, 2),
 )
 _BLACKWELL = Gpu(  # B200: as Hopper, but for what fits its tensor memory
     cores=148,
@@ -151,6 +154,7 @@ _BLACKWELL = Gpu(  # B200: as Hopper, but for what fits its tensor memory
     indexer_scores=Tile((256,), 8, 2),
     kl_listed_target=Tile((32,), 8, 2),
     decode_sparse_mla=Tile((64, 32), 8, 2),
+    decode_sparse_mla_codes=Tile((64, 32), 8, 1),
 )
 GPUS = {
     80: _AMPERE,

@@ -20,7 +20,7 @@ TARGET = "triton_kernel_call"  # as jaxlib registers it
 ALIGNMENT = 16  # bytes, of arrays
 TYPES = {
     "bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "bool": "i1",
-    "int8": "i8", "int32": "i32", "uint32": "u32", "int64": "i64",
+    "int8": "i8", "uint8": "u8", "int32": "i32", "uint32": "u32", "int64": "i64",
     "float8_e4m3fn": "fp8e4nv",
 }  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Triton kernels that split the lists of a few queries among programs.
 
 Each program attends to every SPLITS-th block of a query's list. A second kernel weights
-the parts by their log-sum-exps.
+the parts by their log-sum-exps. Rows of bytes are restored in registers.
 """
 
 import math
@@ -11,9 +11,15 @@ import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt8
 
-from pallas_kernels import block_sizes, triton_call
+from pallas_kernels import (
+    block_sizes,
+    capabilities,
+    dispatch,
+    latent_rows,
+    triton_call,
+)
 
 HEADS_FLOAT32, KEYS_FLOAT32 = 16, 32  # without tensor cores; more would spill
 VALUES = 128  # of a head, written by a combining program
@@ -27,6 +33,7 @@ def unsupported_decode_sparse_mla(
     page_table: Array | None,
     scale: float,
     value_dim: int,
+    form: latent_rows.Form | None = None,
 ) -> str | None:
     """Returns why the kernels cannot take these arguments, or None."""
     del page_table, scale
@@ -36,42 +43,57 @@ def unsupported_decode_sparse_mla(
             "value_dim and the rest of q's last axis must be powers of two of 16 or "
             f"more, got {latent} and {rope}."
         )
-    if q.dtype != kv.dtype or q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        return f"q and kv must share a float dtype, got {q.dtype} and {kv.dtype}."
+    dtype = kv.dtype if form is None else q.dtype
+    if q.dtype != dtype or q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"q and kv must share a float dtype, got {q.dtype} and {dtype}."
     if indices.dtype != jnp.int32:
         return f"indices must be int32, got {indices.dtype}."
+    if form is None:
+        return None
+    if kv.shape[-1] % 4:
+        return f"rows of bytes must be multiples of 4 wide, got {kv.shape[-1]}."
+    capability = dispatch.capability() or capabilities.HOPPER
+    if form.codes == "float8_e4m3fn" and capability < capabilities.FLOAT8:
+        return "codes of float8_e4m3fn need compute capability 8.9; int8 ones do not."
     return None
 
 
 def decode_sparse_mla(
     q: Float[Array, "B T N row"],
-    kv: Float[Array, "pages s row"],
+    kv: Float[Array, "pages s row"] | UInt8[Array, "pages s width"],
     indices: Int[Array, "B T K"],
     page_table: Int[Array, "B n"] | None,
     scale: float,
     value_dim: int,
+    form: latent_rows.Form | None = None,
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T N C"], Float[Array, "B N T"]]:
-    """See `pallas_kernels.decode_sparse_mla`."""
-    splits = num_splits(q, indices.shape[2])
-    return attend(q, kv, indices, page_table, scale, value_dim, splits, interpret)
+    """See `pallas_kernels.decode_sparse_mla`; `form` is that of rows of bytes."""
+    splits = num_splits(q, indices.shape[2], form)
+    args = (q, kv, indices, page_table, scale, value_dim)
+    return attend(*args, splits, interpret, form)
 
 
-def num_splits(q: Array, topk: int) -> int:
+def num_splits(q: Array, topk: int, form: latent_rows.Form | None = None) -> int:
     """Returns the programs per list, a power of two, to use all multiprocessors."""
-    sizes = block_sizes.gpu()
-    heads, keys = sizes.decode_sparse_mla.sizes
+    heads, keys = _tile(form).sizes
     rows = q.shape[0] * q.shape[1] * triton.cdiv(q.shape[2], heads)
-    most = min(sizes.cores // rows, triton.cdiv(topk, keys))
+    most = min(block_sizes.gpu().cores // rows, triton.cdiv(topk, keys))
     return 2 ** (max(most, 1).bit_length() - 1)
 
 
-def attend(q, kv, indices, page_table, scale, value_dim, splits, interpret):
+def _tile(form: latent_rows.Form | None) -> capabilities.Tile:
+    """Returns the tile for rows of floats, or of bytes if they have a form."""
+    sizes = block_sizes.gpu()
+    return sizes.decode_sparse_mla if form is None else sizes.decode_sparse_mla_codes
+
+
+def attend(q, kv, indices, page_table, scale, value_dim, splits, interpret, form=None):
     """See `decode_sparse_mla`; `splits`, a power of two, does not change the result."""
     batch, num_queries, num_heads, width = q.shape
     rows = batch * num_queries
-    is_float32, tile = q.dtype == jnp.float32, block_sizes.gpu().decode_sparse_mla
+    is_float32, tile = q.dtype == jnp.float32, _tile(form)
     most_heads = HEADS_FLOAT32 if is_float32 else tile.sizes[0]
     heads = min(max(triton.next_power_of_2(num_heads), 16), most_heads)
     is_whole = splits == 1
@@ -103,26 +125,35 @@ def attend(q, kv, indices, page_table, scale, value_dim, splits, interpret):
         SLOTS=triton.next_power_of_2(indices.shape[2]),
         HEADS=heads,
         KEYS=KEYS_FLOAT32 if is_float32 else tile.sizes[1],
+        BYTES=0 if form is None else kv.shape[2],
+        TILE=min(latent_rows.TILE, value_dim),
+        IS_FLOAT8=form is not None and form.codes == "float8_e4m3fn",
     )
     if not is_whole:
-        values = min(VALUES, value_dim)
-        out, lse = triton_call.call(
-            _combine_kernel,
-            out,
-            lse,
-            out_shape=[
-                jax.ShapeDtypeStruct((rows, num_heads, value_dim), q.dtype),
-                jax.ShapeDtypeStruct((rows, num_heads), jnp.float32),
-            ],
-            grid=(rows * num_heads, value_dim // values),
-            interpret=interpret,
-            N=num_heads,
-            C=value_dim,
-            SPLITS=splits,
-            VALUES=values,
-        )
+        out, lse = _combined(out, lse, q.dtype, interpret)
     lse = lse.reshape(batch, num_queries, num_heads).swapaxes(1, 2)
     return out.reshape(*q.shape[:3], value_dim), lse
+
+
+def _combined(out, lse, dtype, interpret):
+    """Weights the parts of each list by their log-sum-exps."""
+    rows, splits, num_heads, value_dim = out.shape
+    values = min(VALUES, value_dim)
+    return triton_call.call(
+        _combine_kernel,
+        out,
+        lse,
+        out_shape=[
+            jax.ShapeDtypeStruct((rows, num_heads, value_dim), dtype),
+            jax.ShapeDtypeStruct((rows, num_heads), jnp.float32),
+        ],
+        grid=(rows * num_heads, value_dim // values),
+        interpret=interpret,
+        N=num_heads,
+        C=value_dim,
+        SPLITS=splits,
+        VALUES=values,
+    )
 
 
 @triton.jit
@@ -132,6 +163,7 @@ def _part_kernel(
     SCALE: tl.constexpr, T: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
     C: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr,
     SPLITS: tl.constexpr, SLOTS: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
+    BYTES: tl.constexpr, TILE: tl.constexpr, IS_FLOAT8: tl.constexpr,
 ):  # fmt: skip
     # One split of a query's list. Softmax in base 2: SCALE holds log2(e).
     blocks: tl.constexpr = (N + HEADS - 1) // HEADS
@@ -161,9 +193,10 @@ def _part_kernel(
             key = page.to(tl.int64) * PAGE + s % PAGE
         else:
             key = row // T * PAGE + s
-        at = kv_ptr + key[:, None] * (C + R)
-        kv_c = tl.load(at + c, is_key[:, None], 0.0)
-        kv_r = tl.load(at + r, is_key[:, None], 0.0)
+        dtype: tl.constexpr = q_ptr.dtype.element_ty
+        kv_c, kv_r = _rows(
+            kv_ptr, key, is_key, dtype, C, R, BYTES, TILE, IS_FLOAT8
+        )  # fmt: skip
         scores = tl.dot(q_c, kv_c.T, input_precision="ieee")
         scores = tl.dot(q_r, kv_r.T, scores, input_precision="ieee")
         scores = tl.where(is_key[None], scores * SCALE, -1e30)
@@ -182,6 +215,37 @@ def _part_kernel(
     tl.store(lse_ptr + place, lse, head < N)
     out = (out / safe[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + place[:, None] * C + c, out, is_head)
+
+
+@triton.jit
+@typing.no_type_check
+def _rows(
+    kv_ptr, key, is_key, dtype: tl.constexpr,
+    C: tl.constexpr, R: tl.constexpr, BYTES: tl.constexpr, TILE: tl.constexpr,
+    IS_FLOAT8: tl.constexpr,
+):  # fmt: skip
+    # Latent and rotated key of rows: floats, or as `latent_rows.Form` has them.
+    is_row = is_key[:, None]
+    if BYTES == 0:
+        at = kv_ptr + key[:, None] * (C + R)
+        latent = tl.load(at + tl.arange(0, C)[None], is_row, 0.0)
+        kept = tl.load(at + (C + tl.arange(0, R)[None]), is_row, 0.0)
+    else:
+        TILES: tl.constexpr = C // TILE
+        tile = tl.arange(0, TILES)[None, :, None]
+        code = tile * TILE + tl.arange(0, TILE)[None, None]
+        row, is_tile = key[:, None, None], is_key[:, None, None]
+        kind: tl.constexpr = tl.float8e4nv if IS_FLOAT8 else tl.int8
+        codes = tl.load(kv_ptr + row * BYTES + code, is_tile, 0).to(kind, bitcast=True)
+        scales_ptr = kv_ptr.to(tl.pointer_type(tl.float32)) + C // 4
+        scales = tl.load(scales_ptr + row * (BYTES // 4) + tile, is_tile, 0.0)
+        latent = (codes.to(tl.float32) * scales).to(dtype)
+        latent = tl.reshape(latent, [key.shape[0], C])
+        SIZE: tl.constexpr = dtype.primitive_bitwidth // 8
+        kept_ptr = kv_ptr.to(tl.pointer_type(dtype)) + (C + 4 * TILES) // SIZE
+        at = kept_ptr + key[:, None] * (BYTES // SIZE)
+        kept = tl.load(at + tl.arange(0, R)[None], is_row, 0.0)
+    return latent, kept
 
 
 @triton.jit
