@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import selection
+from pallas_kernels import latent_rows, selection
 
 INDEX_PATTERNS = ("random", "local")
 
@@ -40,6 +40,10 @@ class Case:
     def scale(self) -> float:
         """Factor on q . k."""
         return self.head_dim**-0.5
+
+    def row_form(self, codes: str) -> latent_rows.Form:
+        """Returns the form of a cached row of bytes."""
+        return latent_rows.Form(self.latent, self.rope, codes, self.dtype)
 
 
 def full(length: int) -> Case:
@@ -82,6 +86,8 @@ def shapes(case: Case) -> dict[str, jax.ShapeDtypeStruct]:
         "v": ((b, s, n, case.value_dim), half),
         "q_latent": ((b, t, n, width), half),
         "kv": ((b, s, width), half),
+        "kv_fp8": ((b, s, case.row_form("float8_e4m3fn").width), "uint8"),
+        "kv_int8": ((b, s, case.row_form("int8").width), "uint8"),
         "q_index": ((b, t, case.index_heads, case.index_dim), half),
         "k_index": ((b, s, case.index_dim), half),
         "q_index_fp8": ((b, t, case.index_heads, case.index_dim), "float8_e4m3fn"),

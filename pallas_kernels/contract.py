@@ -19,7 +19,11 @@ Arrays = Mapping[str, tuple[Array, str]]  # by name: the array, and its dims
 
 
 def sizes(
-    op: str, floats: Arrays, integers: Arrays, codes: Arrays | None = None
+    op: str,
+    floats: Arrays,
+    integers: Arrays,
+    codes: Arrays | None = None,
+    rows_of_bytes: Arrays | None = None,
 ) -> dict[str, int]:
     """Returns the size of each dim, as the first array with this dim has it.
 
@@ -28,6 +32,7 @@ def sizes(
       floats: arrays of floats.
       integers: arrays of signed integers.
       codes: arrays of 8 bits, which have scales.
+      rows_of_bytes: arrays in which numbers of several types share rows.
 
     Raises:
       ValueError: if an array has a wrong rank, size or type.
@@ -37,6 +42,7 @@ def sizes(
         "floats": (floats, lambda x: jnp.issubdtype(x, jnp.floating)),
         "signed integers": (integers, lambda x: jnp.issubdtype(x, jnp.signedinteger)),
         "float8_e4m3fn or int8": (codes or {}, lambda x: x.name in CODES),
+        "uint8": (rows_of_bytes or {}, lambda x: x == jnp.uint8),
     }
     for wanted, (arrays, is_kind) in kinds.items():
         for name, (x, dims) in arrays.items():

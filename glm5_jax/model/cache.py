@@ -109,13 +109,6 @@ class Reader:
         page_table = self.layers[name] * number + table
         return stack.reshape(-1, *stack.shape[2:]), page_table
 
-    def picked(
-        self, name: str, places: Int[Array, "b K"]
-    ) -> Shaped[Array, "b K width"]:
-        """Copies the rows at these places of each sequence; any for a negative one."""
-        at = self._located(name, jnp.maximum(places, 0))
-        return self.cache.entries[name][self.layers[name], *at]
-
     def after(self, names: Any) -> "Reader":
         """Returns the reader at the next layer, after a layer with these entries."""
         layers = {name: n + (name in names) for name, n in self.layers.items()}

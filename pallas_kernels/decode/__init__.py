@@ -7,12 +7,13 @@ differentiable.
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Int8
+from jaxtyping import Array, Float, Int, Int8, UInt8
 
-from pallas_kernels import contract, dispatch, eight_bits, selection
+from pallas_kernels import contract, dispatch, eight_bits, latent_rows, selection
 from pallas_kernels.decode import reference
 
 IMPLEMENTATIONS = ("reference", "tpu", "gpu")
+TPU_LANES = 128  # of a tile, which rows fill
 
 
 def decode_indexer_topk(
@@ -60,11 +61,11 @@ def decode_indexer_topk(
     if exponents is not None:
         coded = (*args, exponents)
         is_taken = dispatch.would_run(op, "gpu", implementation, coded)
-        args = coded if is_taken else _restored(args, exponents)
+        args = coded if is_taken else _with_restored_keys(args, exponents)
     return dispatch.run(op, implementation, args)
 
 
-def _restored(args: tuple, exponents: Array) -> tuple:
+def _with_restored_keys(args: tuple, exponents: Array) -> tuple:
     """Restores the keys of the B sequences for kernels that do not multiply codes."""
     q, k, w, lo, hi, page_table, topk = args
     # Bytes: XLA for CPUs would fetch rows of float8 from a copy of all pages.
@@ -76,12 +77,13 @@ def _restored(args: tuple, exponents: Array) -> tuple:
 
 def decode_sparse_mla(
     q: Float[Array, "B T N row"],
-    kv: Float[Array, "pages s row"],
+    kv: Float[Array, "pages s row"] | UInt8[Array, "pages s width"],
     indices: Int[Array, "B T K"],
     page_table: Int[Array, "B n"] | None = None,
     *,
     scale: float,
     value_dim: int,
+    kv_codes: str | None = None,
     indices_are_sorted: bool = False,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T N C"], Float[Array, "B N T"]]:
@@ -90,11 +92,13 @@ def decode_sparse_mla(
     Args:
       q: queries of the new tokens, in the latent space.
       kv: cached rows: pages of s rows each, or without a page_table s rows for each of
-        the B sequences.
+        the B sequences. Rows of floats, or of bytes as in `latent_rows.Form`: C codes,
+        their scales, and as many numbers as q has more; the rest is padding.
       indices: positions along the sequence, a set as in `sparse_mla`.
       page_table: page of each run of s tokens of a sequence.
       scale: factor on q . kv.
       value_dim: C; values are the first C of each row.
+      kv_codes: type of the codes in rows of bytes, float8_e4m3fn or int8.
       indices_are_sorted: promises lists in the order of `indexer_topk`'s, which saves
         sorting them; see `pallas_kernels.selection`.
       implementation: see IMPLEMENTATIONS; None for the best one.
@@ -105,15 +109,50 @@ def decode_sparse_mla(
     """
     name = "decode_sparse_mla"
     contract.value_dim(name, value_dim, q.shape[-1])
-    floats = {"q": (q, "B T N row"), "kv": (kv, "pages s row")}
     integers = {"indices": (indices, "B T K")}
-    num_keys, page_table = _cached(name, floats, integers, page_table)
+    form = latent_rows.form(name, q, kv, value_dim, kv_codes)
+    if form is None:
+        floats, rows = {"q": (q, "B T N row"), "kv": (kv, "pages s row")}, {}
+    else:
+        floats, rows = {"q": (q, "B T N row")}, {"kv": (kv, "pages s width")}
+    num_keys, page_table = _cached(name, floats, integers, page_table, rows)
     indices = indices.astype(jnp.int32)  # kernels compare them with the last key
     if not indices_are_sorted:
         indices = selection.as_sorted(indices, num_keys)
     args = (q, kv, indices, page_table, scale, value_dim)
     op = dispatch.Op("decode", name, IMPLEMENTATIONS, "listed")
-    return dispatch.run(op, implementation, args)
+    if form is None:
+        return dispatch.run(op, implementation, args)
+    form.check_width(name, kv)
+    if dispatch.would_run(op, "gpu", implementation, (*args, form)):
+        return dispatch.run(op, implementation, (*args, form))
+    args = _with_restored_rows(op, implementation, args, form)
+    out, lse = dispatch.run(op, implementation, args)
+    lse = lse.reshape(*q.shape[:3]).swapaxes(1, 2)
+    return out.reshape(*q.shape[:3], value_dim), lse
+
+
+def _with_restored_rows(
+    op: dispatch.Op, implementation: str | None, args: tuple, form: latent_rows.Form
+) -> tuple:
+    """Restores the listed rows for kernels that do not read codes.
+
+    Each query becomes a sequence of its own, with its K rows as the only page.
+    """
+    q, kv, indices, page_table, scale, value_dim = args
+    picked, is_key = reference.listed(kv, indices, page_table)
+    (batch, num_queries, num_keys), (heads, width) = indices.shape, q.shape[2:]
+    count = batch * num_queries
+    rows = form.restored(picked).reshape(count, num_keys, width)
+    q = q.reshape(count, 1, heads, width)
+    places = jnp.where(is_key, jnp.arange(num_keys, dtype=jnp.int32), -1)
+    places = places.reshape(count, 1, num_keys)
+    args = (q, rows, places, None, scale, value_dim)
+    if dispatch.would_run(op, "tpu", implementation, args):
+        missing = -width % TPU_LANES
+        pad = lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
+        args = (pad(q), pad(rows), *args[2:])
+    return args
 
 
 def _cached(
@@ -121,12 +160,17 @@ def _cached(
     floats: contract.Arrays,
     integers: contract.Arrays,
     page_table: Array | None,
+    rows_of_bytes: contract.Arrays | None = None,
 ) -> tuple[int, Array | None]:
     """Checks all shapes; returns the keys per sequence and an int32 page table."""
+    rows = rows_of_bytes or {}
     if page_table is None:  # one row of keys per sequence
-        floats = {n: (x, d.replace("pages", "B")) for n, (x, d) in floats.items()}
-        return contract.sizes(op, floats, integers)["s"], None
-    pages = {"page_table": (page_table, "B n")}
-    known = contract.sizes(op, floats, {**integers, **pages})
+        own = lambda arrays: {
+            n: (x, d.replace("pages", "B")) for n, (x, d) in arrays.items()
+        }
+        known = contract.sizes(op, own(floats), integers, rows_of_bytes=own(rows))
+        return known["s"], None
+    integers = {**integers, "page_table": (page_table, "B n")}
+    known = contract.sizes(op, floats, integers, rows_of_bytes=rows)
     contract.positive(op, n=known["n"])
     return known["n"] * known["s"], page_table.astype(jnp.int32)

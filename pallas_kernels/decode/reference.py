@@ -1,7 +1,7 @@
 """The definition: joins the pages, then runs the op over the whole sequence."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from pallas_kernels.indexer_topk import reference as indexer
 from pallas_kernels.sparse_mla import reference as attention
@@ -39,12 +39,20 @@ def decode_sparse_mla(
     value_dim: int,
 ) -> tuple[Float[Array, "B T N C"], Float[Array, "B N T"]]:
     """See `pallas_kernels.decode_sparse_mla`; fetches only the listed rows."""
-    sequence = jnp.arange(q.shape[0])[:, None, None]
+    return attention.attend(q, *listed(kv, indices, page_table), scale, value_dim)
+
+
+def listed(
+    kv: Shaped[Array, "pages s width"],
+    indices: Int[Array, "B T K"],
+    page_table: Int[Array, "B n"] | None,
+) -> tuple[Shaped[Array, "B T K width"], Bool[Array, "B T K"]]:
+    """Fetches listed rows, any row for an entry that names none; which name one."""
+    sequence = jnp.arange(indices.shape[0])[:, None, None]
     size = kv.shape[1]
     num_keys = size * (1 if page_table is None else page_table.shape[1])
     is_key = (indices >= 0) & (indices < num_keys)
     position = jnp.where(is_key, indices, 0)
     if page_table is not None:
         sequence, position = page_table[sequence, position // size], position % size
-    rows = kv[sequence, position]  # [B, T, K, row]
-    return attention.attend(q, rows, is_key, scale, value_dim)
+    return kv[sequence, position], is_key

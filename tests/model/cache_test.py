@@ -73,18 +73,6 @@ class ReaderTest(parameterized.TestCase):
         wanted = [rows_of(entry, own) for own in pages]
         np.testing.assert_array_equal(got, wanted)
 
-    @parameterized.parameters("all", "slots", "pages")
-    def test_rows_at_places(self, form):
-        """Padding, -1, stands for any row."""
-        reader, entry, pages = make(form)
-        places = np.array([[0, 3, -1], [5, 1, 2], [4, 4, -1], [2, 0, 5]])
-        got = np.asarray(jax.jit(lambda r, x: r.picked("kv", x))(reader, places))
-        self.assertEqual(got.shape, (4, 3, WIDTH))
-        for (b, k), place in np.ndenumerate(places):
-            if place >= 0:
-                wanted = rows_of(entry, pages[b])[place]
-                np.testing.assert_array_equal(got[b, k], wanted)
-
     @parameterized.parameters("all", "slots")
     def test_an_entry_is_replaced(self, form):
         reader, entry, pages = make(form)

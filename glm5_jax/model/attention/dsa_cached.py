@@ -3,13 +3,12 @@
 The cache has a latent row for each token and layer ("kv"), and an indexer key for each
 token and layer with an indexer ("k_index"). New tokens are compared with the latents of
 the selected keys, so that no key or value of a head is ever restored. Rows may have
-8 bits a number (cache_rows.py); those that are selected are then restored before an op
-reads them, and the keys of the indexer where no kernel multiplies their codes.
+8 bits a number (cache_rows.py); ops restore those that they need where no kernel reads
+the codes.
 """
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +62,7 @@ def decode(
         made = indexer.project(index_params, config, x, c_q, context)
         reader = _select(reader, config, made, context)
     q = mla.latent_queries(params, config, c_q, context)
-    out = _attend(reader, config, cache_rows.padded(q, form.num_numbers), context)
+    out = _attend(reader, config, q, context)
     return mla.from_latent(params, out), reader
 
 
@@ -142,42 +141,22 @@ def _attend(
     form, selection = cache_rows.of_latents(config), reader.shared
     sizes = {"scale": config.softmax_scale, "value_dim": config.kv_lora_rank}
     listed = {**sizes, "indices_are_sorted": True}
+    padded = cache_rows.padded(q, form.num_numbers)
     if isinstance(selection, selection_lib.Listed):
         if q.shape[1] <= FEW:
-            if form.kind is not None:
-                return _attend_to_copies(reader, form, q, selection.indices, listed)
             rows, page_table = reader.pages("kv")
             return pallas_kernels.decode_sparse_mla(
-                q, rows, selection.indices, page_table, **listed
+                padded if form.codes is None else q,
+                rows,
+                selection.indices,
+                page_table,
+                kv_codes=form.codes,
+                **listed,
             )[0]
         rows = form.restore(reader.sequences("kv"))
-        return pallas_kernels.sparse_mla(q, rows, selection.indices, **listed)[0]
+        return pallas_kernels.sparse_mla(padded, rows, selection.indices, **listed)[0]
     rows = form.restore(reader.sequences("kv"))
-    return attend_to_visible(q, rows, context.lo, context.hi, **sizes)
-
-
-def _attend_to_copies(
-    reader: cache_lib.Reader,
-    form: cache_rows.Rows,
-    q: Float[Array, "b T N row"],
-    indices: Int[Array, "b T K"],
-    sizes: dict[str, Any],
-) -> Float[Array, "b T N C"]:
-    """Restores the selected rows of each new token, which then attends to all of them.
-
-    Each token is a sequence of its own to the op, with its K rows as the only page.
-    """
-    rows = form.restore(reader.picked("kv", indices.reshape(len(indices), -1)))
-    (b, num_new, num_keys), row = indices.shape, rows.shape[-1]
-    places = jnp.where(indices >= 0, jnp.arange(num_keys), -1)
-    out, _ = pallas_kernels.decode_sparse_mla(
-        q.reshape(b * num_new, 1, *q.shape[2:]),
-        rows.reshape(b * num_new, num_keys, row),
-        places.reshape(b * num_new, 1, num_keys),
-        None,
-        **sizes,
-    )
-    return out.reshape(b, num_new, *out.shape[2:])
+    return attend_to_visible(padded, rows, context.lo, context.hi, **sizes)
 
 
 def attend_to_visible(

@@ -83,6 +83,24 @@ class RowsTest(parameterized.TestCase):
         decode(config, num_new, capacity=32)
         self.assertEqual(called, {*(OPS[2:] if is_few else OPS[:2])})
 
+    @parameterized.parameters(("fp8", "float8_e4m3fn", 132), ("auto", None, 256))
+    def test_selected_rows_reach_the_op_as_they_are_cached(self, kind, codes, dims):
+        """Beside codes, queries have no padding, which a TPU's rows of floats do."""
+        sizes = {"kv_lora_rank": 128, "qk_rope_head_dim": 4, "index_topk": 8}
+        config = tiny.model(num_nextn_predict_layers=0, kv_cache_dtype=kind, **sizes)
+        op = pallas_kernels.decode_sparse_mla
+        with (
+            meant_for(chips.CHIPS["v5p"]),
+            mock.patch.object(pallas_kernels, "decode_sparse_mla", wraps=op) as noted,
+        ):
+            decode(config, 2, capacity=32)
+            entry = cache_rows.of_latents(config).entry(32)
+        for call in noted.call_args_list:
+            q, rows, *_ = call.args
+            self.assertEqual((q.shape[-1], call.kwargs["kv_codes"]), (dims, codes))
+            self.assertEqual((rows.shape[1:], rows.dtype), (entry.shape, entry.dtype))
+        noted.assert_called()
+
     @parameterized.parameters((3, 32), (1, 32), (1, 4))
     def test_a_window_reads_the_rows_that_its_queries_see(self, num_new, capacity):
         read = []
@@ -135,29 +153,6 @@ class VisibleTest(parameterized.TestCase):
             attend = dsa_cached.attend_to_visible
             got = program.call(attend, *rows, *bounds, **options)
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-
-    def test_attention_to_copies_of_listed_rows_is_a_loop(self):
-        """Row 0 counts as any other, and padding adds nothing."""
-        rng = np.random.default_rng(0)
-        q, kv = rng.normal(size=(2, 3, 4, 6)), rng.normal(size=(1, 2, 9, 6))
-        lists = np.array([[[0, -1], [1, 2], [0, 8]], [[0, 3], [5, -1], [-1, -1]]])
-        want = np.zeros((2, 3, 4, 5))
-        for b, t, n in np.ndindex(2, 3, 4):
-            rows = kv[0, b, [s for s in lists[b, t] if s >= 0]]
-            weights = np.exp(0.3 * rows @ q[b, t, n])
-            want[b, t, n] = weights @ rows[:, :5] / max(weights.sum(), 1e-30)
-        cache = cache_lib.Cache(
-            entries={"kv": jnp.asarray(kv, "float32")},
-            lengths=jnp.asarray([9, 9]),
-            capacity=9,
-        )
-        reader = cache_lib.Reader(cache, None, {"kv": jnp.asarray(0)}, None)
-        form = cache_rows.Rows(5, 1, None, "float32")
-        options = {"scale": 0.3, "value_dim": 5}
-        got = jax.jit(
-            lambda *args: dsa_cached._attend_to_copies(reader, form, *args, options)
-        )(jnp.asarray(q, "float32"), jnp.asarray(lists))
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
 if __name__ == "__main__":
