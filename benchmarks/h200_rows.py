@@ -22,6 +22,7 @@ JOBS = (
     ("decode_indexer_topk", (131072,), ("fwd",), True),
     ("decode_indexer_topk_fp8", (131072,), ("fwd",), False),
     ("decode_sparse_mla", (131072,), ("fwd",), True),
+    ("decode_sparse_mla_fp8", (131072,), ("fwd",), False),
     ("sparse_mla", (4096, 32768), ("det",), False),
     ("sparse_indexer_kl_loss", (4096, 32768), ("bwd",), True),
     ("dense_attention_bits", (4096, 32768), ("fwd", "bwd"), False),

@@ -97,12 +97,26 @@ def _input(case: Case, name: str, pattern: str, lists: Any) -> jax.Array:
         return cases.make(case, name, pattern=pattern)[0]
     if name == "k_exponents":
         return jax.random.randint(key, wanted.shape, -3, 3, jnp.int8)
+    if name in _ROW_CODES:
+        made = functools.partial(_rows_of_bytes, case, _ROW_CODES[name])
+        return jax.jit(made)(key)
     if name == "experts_int8":
         return jax.random.randint(key, wanted.shape, -127, 128, jnp.int8)
     if name == "scales":
         return jnp.full(wanted.shape, 0.01)
     # Sampled on the device: hundreds of megabytes.
     return jax.random.normal(key, wanted.shape, jnp.bfloat16).astype(wanted.dtype)
+
+
+def _rows_of_bytes(case: Case, codes: str, key: jax.Array) -> jax.Array:
+    """Makes cached rows with numbers of about 1."""
+    form, rows = case.row_form(codes), (case.batch, case.keys)
+    keys, largest = jax.random.split(key, 3), 100 if codes == "int8" else 1
+    normal = jax.random.normal(keys[0], (*rows, form.latent), jnp.bfloat16)
+    scales = jax.random.uniform(keys[1], (*rows, form.num_tiles), minval=0.5)
+    kept = jax.random.normal(keys[2], (*rows, form.kept), jnp.bfloat16)
+    small = jnp.clip(normal * (largest / 4), -largest, largest).astype(codes)
+    return form.joined(small, scales * (4 / largest), kept)
 
 
 def _call(name: str, **options: Any) -> Callable:
@@ -255,16 +269,27 @@ def _plain_call(name: str) -> Callable:
     )
 
 
-def _decode_work(case: Case) -> tuple[float, float, float, float]:
+def _decode_work(
+    case: Case, codes: str | None = None
+) -> tuple[float, float, float, float]:
     flops, moved, *_ = _sparse_work(case)
+    if codes is not None:
+        row = (case.latent + case.rope) * LATENT_BYTES
+        moved -= listed(case) * (row - case.row_form(codes).width)
     return flops, moved, 0.0, 0.0
 
 
-def _decode_call(case: Case, implementation: str | None, deterministic: bool) -> Any:
+def _decode_call(
+    case: Case,
+    implementation: str | None,
+    deterministic: bool,
+    codes: str | None = None,
+) -> Any:
     return _call(
         "decode_sparse_mla",
         scale=case.scale,
         value_dim=case.latent,
+        kv_codes=codes,
         implementation=implementation,
         **LISTS,
     )
@@ -272,6 +297,7 @@ def _decode_call(case: Case, implementation: str | None, deterministic: bool) ->
 
 _INDEX = ("q_index", "k_index", "w")
 _CODES = ("k_index_fp8", "k_exponents")
+_ROW_CODES = {"kv_fp8": "float8_e4m3fn", "kv_int8": "int8"}  # of rows of bytes
 OPERATIONS = {
     "indexer_topk": Operation(
         (*_INDEX, "lo", "hi"), _index_call("indexer_topk"), _indexer_work
@@ -353,6 +379,14 @@ OPERATIONS = {
     "decode_sparse_mla": Operation(
         ("q_latent", "kv", "indices"), _decode_call, _decode_work
     ),
+    **{
+        name.replace("kv", "decode_sparse_mla"): Operation(
+            ("q_latent", name, "indices"),
+            functools.partial(_decode_call, codes=codes),
+            functools.partial(_decode_work, codes=codes),
+        )
+        for name, codes in _ROW_CODES.items()
+    },
 }
 
 

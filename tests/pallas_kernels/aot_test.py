@@ -46,6 +46,8 @@ GPU_OPS = (
     ("grouped_matmul_int8", "fwd"),
     ("indexer_topk_fp8", "fwd"),
     ("decode_indexer_topk_fp8", "fwd"),
+    ("decode_sparse_mla_fp8", "fwd"),
+    ("decode_sparse_mla_int8", "fwd"),
     ("indexer_scores_at", "fwd"),
     ("indexer_scores_at", "bwd"),
     ("sparse_mla", "det"),
@@ -69,6 +71,8 @@ KIB_PER_TOKEN = {
     "decode_indexer_topk": 0,
     "decode_indexer_topk_fp8": 0,
     "decode_sparse_mla": 0,
+    "decode_sparse_mla_fp8": 0,
+    "decode_sparse_mla_int8": 0,
 }
 # Chunks of scores (40 MiB on GPU); shards of the reproducible sum. A cache is never
 # copied: its rows fill a TPU's tiles, as in the model's cache.

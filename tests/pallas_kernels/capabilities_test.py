@@ -36,10 +36,16 @@ OPS = (
     ("decode_indexer_topk", "fwd"),
     ("decode_indexer_topk_fp8", "fwd"),
     ("decode_sparse_mla", "fwd"),
+    ("decode_sparse_mla_fp8", "fwd"),
+    ("decode_sparse_mla_int8", "fwd"),
 )
 WITHOUT_FLOAT8 = (80, 86)
 # Most bytes of registers that a thread stores and loads again.
-SPILLS = {(90, "sparse_mla", "det"): 8, (100, "sparse_mla", "det"): 52}
+SPILLS = {
+    (90, "sparse_mla", "det"): 8,
+    (90, "decode_sparse_mla_int8", "fwd"): 8,
+    (100, "sparse_mla", "det"): 52,
+}
 # Of a kernel by hand: addresses of its products, the same in each step.
 SPILLS_BY_HAND = {"_backward_kernel": 552}
 # Most often that a kernel computes the products of its source, by op (docs/kernels.md):
@@ -47,6 +53,8 @@ SPILLS_BY_HAND = {"_backward_kernel": 552}
 TIMES = {
     ("sparse_mla", "_forward_kernel"): 1.53,
     ("decode_sparse_mla", "_part_kernel"): 1.53,
+    ("decode_sparse_mla_fp8", "_part_kernel"): 1.53,
+    ("decode_sparse_mla_int8", "_part_kernel"): 1.53,
     ("dense_attention", "_forward_kernel"): 1.5,
     ("dense_attention_bits", "_forward_kernel"): 1.5,
 }
@@ -70,6 +78,8 @@ ISSUED = {
     ("decode_indexer_topk", "fwd"): 1.01,
     ("decode_indexer_topk_fp8", "fwd"): 1.01,
     ("decode_sparse_mla", "fwd"): 1.54,
+    ("decode_sparse_mla_fp8", "fwd"): 1.54,
+    ("decode_sparse_mla_int8", "fwd"): 1.54,
 }
 ISSUED_BY_HAND = {(90, "sparse_mla", "fwd"): 1.01, (90, "sparse_mla", "bwd"): 1.01}
 # DeepSeek-V3.2's heads: q and k of 128 + 64 dims, so that scores are two products.
