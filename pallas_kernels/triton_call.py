@@ -180,15 +180,16 @@ def _mended_interpreter() -> Iterator[None]:
     """Fixes Triton 3.6's interpreter for bfloat16 products, float8 and numpy 2.4.
 
     The original multiplies bfloat16 and float8 as integers, truncates instead of
-    rounding to bfloat16, and reads float8 wrongly. Its loop bounds are arrays of one
-    element, which numpy 2.4 does not convert to int.
+    rounding to bfloat16, takes integers for bits of bfloat16, and reads float8 wrongly.
+    Its loop bounds are arrays of one element, which numpy 2.4 does not convert to int.
     """
     from triton.runtime import interpreter
 
     builder = interpreter.InterpreterBuilder
-    patch, convert, dot = (
+    patch, convert, from_int, dot = (
         interpreter._patch_lang_tensor,
         interpreter._convert_float,
+        builder.create_si_to_fp,
         builder.create_dot,
     )
 
@@ -202,6 +203,12 @@ def _mended_interpreter() -> Iterator[None]:
         if old.name == "fp8e4nv" and new.name == "fp32":
             return x.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
         return convert(x, old, new, rounding)
+
+    def mended_from_int(self: Any, x: Any, kind: Any) -> Any:
+        if kind.scalar.name != "bf16":
+            return from_int(self, x, kind)
+        bits = x.data.astype(ml_dtypes.bfloat16).view(np.uint16)
+        return interpreter.TensorHandle(bits, kind.scalar)
 
     def mended_dot(self: Any, a: Any, b: Any, *args: Any) -> Any:
         return dot(self, widened(a), widened(b), *args)
@@ -217,6 +224,7 @@ def _mended_interpreter() -> Iterator[None]:
         np.errstate(over="ignore", invalid="ignore"),  # devices do not warn either
         mock.patch.object(interpreter, "_patch_lang_tensor", mended_patch),
         mock.patch.object(interpreter, "_convert_float", mended_convert),
+        mock.patch.object(builder, "create_si_to_fp", mended_from_int),
         mock.patch.object(builder, "create_dot", mended_dot),
     ):
         yield

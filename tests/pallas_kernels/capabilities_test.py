@@ -41,11 +41,7 @@ OPS = (
 )
 WITHOUT_FLOAT8 = (80, 86)
 # Most bytes of registers that a thread stores and loads again.
-SPILLS = {
-    (90, "sparse_mla", "det"): 8,
-    (90, "decode_sparse_mla_int8", "fwd"): 8,
-    (100, "sparse_mla", "det"): 52,
-}
+SPILLS = {(90, "sparse_mla", "det"): 8, (100, "sparse_mla", "det"): 52}
 # Of a kernel by hand: addresses of its products, the same in each step.
 SPILLS_BY_HAND = {"_backward_kernel": 552}
 # Most often that a kernel computes the products of its source, by op (docs/kernels.md):
