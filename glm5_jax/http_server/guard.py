@@ -52,17 +52,24 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        try:
-            if scope["path"] not in _OPEN_PATHS:
-                self._admit(scope)
-            body = await self._body(scope, receive)
-        except errors.ApiError as error:
-            await _answer(error, scope["path"], send)
-            return
+        is_open = scope["path"] in _OPEN_PATHS
         with contextlib.ExitStack() as place:
-            self.num_active += 1
-            place.callback(self._leave)
+            try:
+                if not is_open:
+                    self._admit(scope)
+                    self._enter(place)  # before its body comes, as others' do meanwhile
+                body = await self._body(scope, receive)
+            except errors.ApiError as error:
+                await _answer(error, scope["path"], send)
+                return
+            if is_open:
+                self._enter(place)
             await self._run(scope, receive, send, body, place)
+
+    def _enter(self, place: contextlib.ExitStack) -> None:
+        """Counts a request until its place is left."""
+        self.num_active += 1
+        place.callback(self._leave)
 
     def _leave(self) -> None:
         """Makes room for another request."""
