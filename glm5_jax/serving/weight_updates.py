@@ -54,7 +54,8 @@ class Updates:
     def __init__(self, model: served.Served) -> None:
         """Begins no update yet."""
         self._model = model
-        self._has_started = self._is_reading = False
+        self._has_started = False
+        self._reading: asyncio.Task[new_weights.Coming] | None = None
         self._is_wanted = False  # what is being read; a later update makes it False
         self._last = new_weights.Last()
         # Read from a path, but not published.
@@ -69,7 +70,7 @@ class Updates:
         """
         self._folder()
         self._is_wanted = False
-        if self._is_reading:
+        if self._reading is not None:
             raise errors.ApiError(
                 409, "Weights are still being read, which are forgotten; send it again."
             )
@@ -86,28 +87,36 @@ class Updates:
         """
         path = self._path(body.update_info.path)
         self._is_wanted = False
-        if not self._has_started or self._is_reading:
+        if not self._has_started or self._reading is not None:
             raise errors.ApiError(
                 409, f"Send {START} first, and one {UPDATE} after the other."
             )
-        self._is_reading = self._is_wanted = True
-        self._coming = None
-        try:
-            begun = self._model.service.call(
-                lambda at: new_weights.begin(
-                    at, path, self._last, self._model.weights_far
-                )
-            )
-            coming = await asyncio.wrap_future(begun)
-            await asyncio.to_thread(coming.wait)
-        finally:
-            self._is_reading = False
+        self._is_wanted, self._coming = True, None
+        # A client that leaves ends its request, not the thread that reads.
+        self._reading = asyncio.create_task(self._read(path))
+        self._reading.add_done_callback(self._has_read)
+        coming = await asyncio.shield(self._reading)
         if not self._is_wanted:
             raise errors.ApiError(
                 409, "Another update came meanwhile, so these weights are forgotten."
             )
         self._coming = path, coming
         return {"status": "read"}
+
+    async def _read(self, path: pathlib.Path) -> new_weights.Coming:
+        """Reads weights; returns them when all are there."""
+        begun = self._model.service.call(
+            lambda at: new_weights.begin(at, path, self._last, self._model.weights_far)
+        )
+        coming = await asyncio.wrap_future(begun)
+        await asyncio.to_thread(coming.wait)
+        return coming
+
+    def _has_read(self, reading: asyncio.Task[new_weights.Coming]) -> None:
+        """Forgets a reading that has ended, whose error may have nobody to hear it."""
+        self._reading = None
+        if not reading.cancelled():
+            reading.exception()
 
     async def finish(self, body: FinishBody) -> dict[str, Any]:
         """Publishes the weights that were read, under a version.

@@ -116,6 +116,30 @@ class OverlapTest(absltest.TestCase):
         self.assertEqual(asyncio.run(then())["weight_version"], 2)
         self.assertEqual(self.service.taken, [("two", 2)])
 
+    def test_a_client_that_leaves_ends_no_reading(self):
+        """Its thread goes on, and a second reading would take as much memory."""
+
+        async def run():
+            task = await self.reading("one")
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await self.refused(self.start())
+            await self.refused(self.update("two"))
+            self.coming["one"].end.set()
+            while True:
+                try:
+                    await self.start()
+                    break
+                except errors.ApiError:
+                    await asyncio.sleep(0.001)
+            self.coming["two"] = Coming(pathlib.Path("/weights/two"))
+            self.coming["two"].end.set()
+            await self.update("two")
+            return await self.finish(2)
+
+        self.assertEqual(asyncio.run(run())["weight_version"], 2)
+        self.assertEqual(self.service.taken, [("two", 2)])
+
     def test_an_update_that_begins_while_another_is_published_goes_on(self):
         """The engine publishes between two dispatches, which may take seconds."""
 
