@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from glm5_jax.inference import requests
 
+LEAST_PENALTY = 1e-6  # of repetition, as computed
 _NO_ID = np.iinfo(np.int32).max  # padding: beyond any vocabulary, so it is dropped
 
 
@@ -73,7 +74,8 @@ def make(
         bias=jnp.asarray(bias),
         presence=column("presence_penalty", np.float32),
         frequency=column("frequency_penalty", np.float32),
-        repetition=column("repetition_penalty", np.float32),
+        # With less, logits would be infinite in float32.
+        repetition=jnp.maximum(column("repetition_penalty", np.float32), LEAST_PENALTY),
         num_alternatives=column("num_alternatives", np.int32),
         text=jnp.asarray(text),
         prompt_size=jnp.asarray(np.array([len(r.prompt) for r, _ in rows], np.int32)),

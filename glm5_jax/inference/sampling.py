@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int, Key
 
+COLDEST = 1e-20  # temperature; with less, logits would be infinite in float32
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +96,8 @@ def scaled_logits(
 ) -> Float[Array, "B V"]:
     """Returns the logits to sample from, -inf for tokens that the filters drop."""
     is_greedy = sampling.temperature <= 0
-    logits = logits / jnp.where(is_greedy, 1.0, sampling.temperature)[:, None]
+    temperature = jnp.maximum(sampling.temperature, COLDEST)
+    logits = logits / jnp.where(is_greedy, 1.0, temperature)[:, None]
     is_filtered = (sampling.top_p < 1) | (sampling.top_k > 0) | (sampling.min_p > 0)
     return jax.lax.cond(  # skip the sort when no filter is on
         jnp.any(is_filtered & ~is_greedy),
@@ -113,5 +116,6 @@ def _filtered(logits: Array, sampling: Sampling) -> Array:
     before = jnp.cumsum(probs, axis=1) - probs
     is_kept &= (before < top_p) | (top_p >= 1)  # sums may round above 1
     is_kept &= probs >= sampling.min_p[:, None] * probs[:, :1]
+    is_kept |= jnp.arange(logits.shape[1])[None] == 0  # a tiny top_p is 0 in float32
     least = jnp.min(jnp.where(is_kept, ordered, jnp.inf), axis=1, keepdims=True)
     return jnp.where(logits >= least, logits, -jnp.inf)

@@ -41,6 +41,8 @@ class SampleTest(parameterized.TestCase):
         ("top_p", {"top_p": 0.7}, [0, 3]),
         ("wide_top_p", {"top_p": 0.92}, [0, 3, 2, 4]),
         ("least_top_p", {"top_p": 1e-6}, [0]),
+        ("zero_in_float32_top_p", {"top_p": 1e-50}, [0]),
+        ("coldest", {"temperature": 2e-38}, [0]),
         ("top_k", {"top_k": 3}, [0, 3, 2]),
         ("top_k_then_top_p", {"top_k": 3, "top_p": 0.8}, [0, 3]),
         ("one", {"top_k": 1}, [0]),
