@@ -53,7 +53,7 @@ def changing(
             least so many tokens trained on has it.
         batches: sizes of the batches.
     """
-    firsts = [(batches.steps_for(tokens), later) for tokens, later in changes]
+    firsts = [(_as_step(batches.steps_for(n)), later) for n, later in changes]
 
     def at(step: Step) -> Float[Array, ""] | float:
         now: Float[Array, ""] | float = value
@@ -85,12 +85,17 @@ def _of_steps(
     )
 
 
+def _as_step(number: int) -> int:
+    """Returns a step as int32 holds it; a run never reaches the last one."""
+    return min(number, 2**31 - 1)
+
+
 def _largest_batches(batches: batches_lib.Batches, step: Any) -> Array:
     """Returns the tokens before a step, in units of the largest batch."""
     if batches.is_constant:
         return jnp.asarray(step)
-    ends = (*batches.firsts[1:], None)
-    phases = zip(batches.sizes, batches.firsts, ends, strict=True)
+    firsts = [_as_step(first) for first in batches.firsts]
+    phases = zip(batches.sizes, firsts, (*firsts[1:], None), strict=True)
     return sum(
         (
             (jnp.clip(step, first, end) - first) * (size / batches.sizes[-1])

@@ -1,5 +1,7 @@
 """The learning rate's schedule against its closed form."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
 
@@ -90,6 +92,17 @@ class LearningRateTest(parameterized.TestCase):
         wanted = [0.3 if n < 97 else 0.1 if n < 200 else 0.0 for n in tokens]
         np.testing.assert_allclose([value(step) for step in range(12)], wanted)
         self.assertEqual(schedule.changing(0.3, (), batches)(5), 0.3)
+
+    def test_steps_beyond_int32_are_never_reached(self):
+        """GLM-4.5 changes a weight after 15 T tokens: 3.7e9 steps of a small batch."""
+        step = jnp.int32(3)
+        batches = batches_lib.growing((), 8, 0.0, sequence_length=8)
+        value = jax.jit(schedule.changing(0.3, ((15e12, 0.1),), batches))
+        self.assertEqual(value(step), np.float32(0.3))
+        batches = batches_lib.growing((2, 4), 8, 15e12, sequence_length=8)
+        config = config_lib.OptimConfig(warmup_steps=4)
+        rate = schedule.learning_rate(config, 2**30, batches)
+        self.assertGreater(jax.jit(rate)(step), 0.0)
 
 
 if __name__ == "__main__":
