@@ -1,5 +1,7 @@
 """The weights that a training step computes with: cast, and perhaps rounded."""
 
+import jax
+
 from glm5_jax import config as config_lib
 from glm5_jax.model import transformer
 from glm5_jax.quantization import schemes
@@ -24,3 +26,10 @@ def rounded(params: dict, config: config_lib.TrainConfig) -> dict:
         return params
     dims = transformer.param_dims(config.model)
     return schemes.rounded(params, dims, schemes.SCHEMES[config.quantization_aware])
+
+
+def measured(params: dict, config: config_lib.TrainConfig) -> dict:
+    """Returns the parameters that evaluations measure, rounded by a program."""
+    if config.quantization_aware == "none":
+        return params
+    return jax.jit(rounded, static_argnums=1)(params, config)

@@ -152,7 +152,7 @@ class _Loop:
                 logging.warning("Asked to end: step %d is saved, exiting.", run.step)
                 sys.exit(signals.EXIT_TERMINATED)
         # A finished run that is started again returns the same evaluation.
-        last = self._last or dict(run.evaluation) or evaluate(run)
+        last = self._last or dict(run.evaluation) or evaluate(run)[0]
         with self._clock.paused("save"), self._watchdog.paused():
             run.close()
         return last | self._clock.medians() | self._clock.goodput()
@@ -193,9 +193,12 @@ class _Loop:
                 logging.info("Evaluates for the first time ...")
             self._watchdog.beat()
             with clock.paused("evaluate"):
-                if found := evaluate(run):
+                found, is_whole = evaluate(run)
+                if found:
                     self._last = run.evaluation = found
-                    metrics = _without_figures(metrics) | found
+                    if is_whole:  # else figures that arrived with the step stay
+                        metrics = _without_figures(metrics)
+                    metrics |= found
             due |= self._end_if_reached()
         if due & {"save", "copy"}:
             with clock.paused("save"), self._watchdog.paused():
@@ -264,16 +267,18 @@ class _Loop:
             raise
 
 
-def evaluate(run: run_lib.Run) -> dict[str, float]:
-    """Returns the held-out figures of the stage and of eval_suites.
+def evaluate(run: run_lib.Run) -> tuple[dict[str, float], bool]:
+    """Returns figures of eval_suites and of the stage, and whether the latter came.
 
     Those of the stage may come with a later step's metrics instead.
     """
     figures: dict[str, float] = {}
     is_last = run.step == run.config.num_steps
-    if is_last or not run.feed.evaluate_beside(run.params, run.position):
+    is_whole = is_last or not run.feed.evaluate_beside(run.params, run.position)
+    if is_whole:
         figures = run.feed.evaluate(run.params, run.position, run.to_devices)
-    return figures | suites.evaluate(run.config, run.params, run.feed.tokenizer)
+    figures |= suites.evaluate(run.config, run.params, run.feed.tokenizer)
+    return figures, is_whole
 
 
 def _without_figures(metrics: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Quantization-aware training: the step computes with what a conversion stores."""
 
 import dataclasses
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +9,15 @@ import numpy as np
 from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
+from glm5_jax.data import tokenizer as tokenizer_lib
+from glm5_jax.evals import runner
 from glm5_jax.model import transformer
 from glm5_jax.quantization import leaf, schemes
+from glm5_jax.rl import held_out
 from glm5_jax.training import computed
 from glm5_jax.training import step as step_lib
+from glm5_jax.training.feeds import player as player_lib
+from glm5_jax.training.reporting import suites
 from tests import environment, small_configs
 from tests.model import tiny
 
@@ -57,6 +63,26 @@ class ComputedTest(parameterized.TestCase):
             np.testing.assert_array_equal(a, b)
             num_rounded += bool(np.any(b != c))
         self.assertEqual(num_rounded, 2 * 8 + 3 + 6)  # of both layers, with experts
+
+    def test_suites_and_players_measure_the_rounded_weights(self):
+        config = aware(config_lib.TrainConfig(model=MODEL), "int4")
+        config = dataclasses.replace(config, eval_suites=("bits_per_byte",))
+        params = tiny.params(MODEL)
+        with mock.patch.object(runner, "run", return_value=[]) as run:
+            suites.evaluate(config, params, tokenizer_lib.byte_tokenizer())
+        player = player_lib.Player.__new__(player_lib.Player)
+        player._config = config
+        with (
+            mock.patch.object(player, "publish") as publish,
+            mock.patch.object(player, "play_held_out"),
+            mock.patch.object(held_out, "figures", return_value={}),
+        ):
+            player.evaluate(params, 1)
+        rounded = jax.jit(computed.rounded, static_argnums=1)(params, config)
+        for got in (run.call_args.args[0].params, publish.call_args.args[0]):
+            jax.tree.map(np.testing.assert_array_equal, got, rounded)
+        exact = aware(config, "none")
+        self.assertIs(computed.measured(params, exact), params)
 
     def test_the_gradient_at_the_rounded_weights_moves_the_weights(self):
         config = small_configs.step(

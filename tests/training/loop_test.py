@@ -257,6 +257,35 @@ class RunTest(runs.OneDeviceTest):
         self.assertEqual(step_folder.find(folder).name, str(steps[-1]))
 
 
+class FiguresTest(parameterized.TestCase):
+    @parameterized.parameters(({},), ({"eval/needle/64/accuracy": 0.5},))
+    def test_figures_that_come_later_stay_beside_those_of_suites(self, of_suites):
+        """Other devices have measured an earlier step when the next one is due."""
+        arrived = {"eval/success": 0.7, "eval/version": 4}
+        run = mock.MagicMock(spec=run_lib.Run)
+        names = "config health feed checkpoints workdir params position to_devices"
+        for name in names.split():
+            setattr(run, name, mock.MagicMock())
+        run.step, run.config.num_steps, run.config.log_every = 5, 100, 1
+        run.health.must_roll_back.return_value = False
+        run.health.counts.return_value = {}
+        run.feed.evaluate_beside.return_value = True
+        clock = mock.MagicMock()
+        clock.read.return_value = {"perf/step_seconds": 1.0, **arrived}
+        clock.goodput.return_value = {}
+        loop_ = loop._Loop.__new__(loop._Loop)
+        loop_._run, loop_._clock, loop_._writer = run, clock, mock.MagicMock()
+        loop_._watchdog, loop_._last, loop_._pending = mock.MagicMock(), {}, {}
+        with (
+            mock.patch.object(loop.suites, "evaluate", return_value=of_suites),
+            mock.patch.object(loop.hosts, "tell", return_value={}),
+            mock.patch.object(loop_, "_end_if_reached", return_value=set()),
+        ):
+            loop_._settle({"evaluate"})
+        written = loop_._writer.write.call_args.args[1]
+        self.assertEqual(written, {"perf/step_seconds": 1.0, **arrived, **of_suites})
+
+
 class RefusalTest(runs.FolderTest):
     @parameterized.named_parameters(
         ("mesh", {"mesh": config_lib.MeshConfig(data=3)}, "mesh needs as many devices"),

@@ -16,6 +16,7 @@ from glm5_jax.inference import service as service_lib
 from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.rl import held_out, publisher, rollouts
 from glm5_jax.rl import jobs as jobs_lib
+from glm5_jax.training import computed
 
 NUM_SHOWN = 4  # episodes of a sample
 
@@ -117,9 +118,10 @@ class Player:
         """Returns the share of held-out tasks solved, each tried once, and more.
 
         The interval is one of 95%. The engine samples with the parameters that are
-        trained and saved, even if rollouts use rounded ones.
+        trained and saved, even if rollouts use rounded ones; quantization-aware
+        training measures the rounded ones.
         """
-        self.publish(params, version, "same")
+        self.publish(computed.measured(params, self._config), version, "same")
         return held_out.figures(self.play_held_out())
 
     def play_held_out(self) -> list[episodes_lib.Episode]:

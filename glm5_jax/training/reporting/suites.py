@@ -8,6 +8,7 @@ from glm5_jax import config as config_lib
 from glm5_jax.config import checks
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.evals import record, runner, subject
+from glm5_jax.training import computed
 
 
 def require(config: config_lib.TrainConfig) -> None:
@@ -36,7 +37,7 @@ def evaluate(
         return {}
     model = record.Subject(
         config=config.model,
-        params=params,
+        params=computed.measured(params, config),
         tokenizer=tokenizer,
         corpus=subject.corpus_of(config),
     )
