@@ -21,7 +21,7 @@ from glm5_jax.checkpoint import manager, manifest, step_folder
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.training import loop
 from glm5_jax.training.reporting import metrics, plot, sources
-from glm5_jax.training.run import signals
+from glm5_jax.training.run import preflight, signals
 from glm5_jax.training.run import state as run_lib
 from glm5_jax.weights import loading
 from tests import environment, runs, small_configs
@@ -225,9 +225,14 @@ class RunTest(runs.OneDeviceTest):
             loop.train(self.config, folder)
 
     def test_starts_from_the_parameters_of_another_run(self):
-        config = dataclasses.replace(self.config, init_from=str(self.workdir))
-        loop.train(config, self.root / "tuned")
-        first = metrics.read(self.root / "tuned" / "metrics.jsonl")[0]
+        parent, tuned = self.copy("parent"), self.root / "tuned"
+        config = dataclasses.replace(self.config, init_from=str(parent), num_steps=2)
+        loop.train(config, tuned)
+        parent.rename(self.root / "parent_moved")
+        config = dataclasses.replace(config, num_steps=3)
+        self.assertIn("resumes from step 2", preflight.check(config, str(tuned)))
+        self.assertEqual(loop.train(config, tuned)["steps"], 3)
+        first = metrics.read(tuned / "metrics.jsonl")[0]
         last = metrics.read(self.workdir / "metrics.jsonl")[-1]
         self.assertAlmostEqual(first["train/lm_loss"], last["train/lm_loss"], delta=0.5)
 

@@ -14,6 +14,7 @@ from glm5_jax import config as config_lib
 from glm5_jax.training import loop
 from glm5_jax.training.feeds import corpus
 from glm5_jax.training.reporting import metrics
+from glm5_jax.training.run import state as run_lib
 from tests import environment, runs, small_configs
 from tests.data import corpora
 from tests.processes import launch
@@ -118,7 +119,7 @@ class ChangedDataTest(runs.OneDeviceTest):
         with self.assertRaisesRegex(
             config_lib.InputError, "'byte_chat' is not the tokenizer of init_from"
         ):
-            corpus.Corpus(config)
+            run_lib.make_feed(config)
 
 
 # A process of several tells what its own rows make likely.

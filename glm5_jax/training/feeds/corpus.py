@@ -20,7 +20,6 @@ from glm5_jax.training import step as step_lib
 from glm5_jax.training.feeds import feed
 from glm5_jax.training.feeds import player as player_lib
 from glm5_jax.training.reporting import accounting
-from glm5_jax.weights import loading
 
 SAMPLE_TEMPERATURE = 0.7
 
@@ -42,7 +41,6 @@ class Corpus:
         self._eval_step = jax.jit(step_lib.make_eval_step(config))
         self._batches: tuple[int, Iterator[feed.Batch]] | None = None
         self.tokenizer = self._pipeline.tokenizer
-        loading.require_tokenizer(config, self.tokenizer)
         if config.sample_tokens:  # an error now, not after hours of training
             self._require_sample()
         self.fingerprint = self._pipeline.fingerprint

@@ -26,7 +26,6 @@ from glm5_jax.rl import episodes as episodes_lib
 from glm5_jax.training import policy
 from glm5_jax.training.feeds import feed, policy_batch, rounds, stream
 from glm5_jax.training.feeds import groups as groups_lib
-from glm5_jax.weights import loading
 
 # What plays the groups of each kind of feed.
 SOURCES: dict[stages.Feed, Callable[..., groups_lib.Source]] = {
@@ -279,9 +278,7 @@ def _tokenizer(config: config_lib.TrainConfig) -> tokenizer_lib.Tokenizer:
             f"stage 'rl', where there is no corpus to train one on, got "
             f"{config.data.tokenizer!r}; that of init_from is in its folder."
         )
-    tokenizer = tokenizer_lib.for_corpus(config.data, [])
-    loading.require_tokenizer(config, tokenizer)
-    return tokenizer
+    return tokenizer_lib.for_corpus(config.data, [])
 
 
 def _shown(episode: episodes_lib.Episode) -> str:

@@ -32,6 +32,7 @@ def check(config: config_lib.TrainConfig, workdir: str | None = None) -> str:
     """
     found: list[str] = []
     errors: list[str] = []
+    resumes = workdir is not None and _has_checkpoint(workdir)
     try:
         trackers.require(config.trackers)
     except config_lib.InputError as error:
@@ -42,12 +43,12 @@ def check(config: config_lib.TrainConfig, workdir: str | None = None) -> str:
         errors.append(str(error))
     feed: feed_lib.Feed | None = None
     try:
-        feed = run_lib.make_feed(config)
+        feed = run_lib.make_feed(config, resumes)
         found += _feed_lines(config, feed)
     except config_lib.InputError as error:
         errors.append(str(error))
     try:
-        if config.init_from is not None:
+        if config.init_from is not None and not resumes:
             loading.require_same_mathematics(config)
             loading.require_params(config.init_from, config.model)
             found.append(f"init_from: {config.init_from} has every parameter")
@@ -71,6 +72,13 @@ def check(config: config_lib.TrainConfig, workdir: str | None = None) -> str:
     if errors:
         raise config_lib.InputError("\n".join(dict.fromkeys(errors)))
     return "\n".join(["", "Checked", *(f"  {line}" for line in found)])
+
+
+def _has_checkpoint(workdir: str) -> bool:
+    """Returns whether a folder, or an address of a bucket, holds a checkpoint."""
+    if bucket.is_address(workdir):
+        return bool(copies.sealed(bucket.Bucket(workdir).objects()))
+    return run_folder.has_checkpoint(pathlib.Path(workdir).expanduser())
 
 
 def _feed_lines(config: config_lib.TrainConfig, feed: feed_lib.Feed) -> list[str]:

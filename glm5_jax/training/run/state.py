@@ -250,13 +250,20 @@ def make_mesh(config: config_lib.TrainConfig) -> Mesh:
     return mesh
 
 
-def make_feed(config: config_lib.TrainConfig) -> feed_lib.Feed:
+def make_feed(config: config_lib.TrainConfig, resumes: bool = False) -> feed_lib.Feed:
     """Opens the feed of a stage: a corpus, or the tasks of an environment.
 
+    Args:
+      config: of the run.
+      resumes: from a checkpoint; whatever init_from names may be gone.
+
     Raises:
-      InputError: it is unusable, or its tokenizer has more ids than the model.
+      InputError: it is unusable, its tokenizer is not that of init_from, or has more
+        ids than the model.
     """
     feed = FEEDS[config.stage_record.feed](config)
+    if not resumes:
+        loading.require_tokenizer(config, feed.tokenizer)
     tokenizer_lib.check_vocab(feed.tokenizer, config.model.vocab_size)
     return feed
 
@@ -267,7 +274,7 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path, mesh: Mesh) -> 
     Raises:
       InputError: data, tokenizer or checkpoint do not fit the config.
     """
-    feed = make_feed(config)
+    feed = make_feed(config, run_folder.has_checkpoint(workdir))
     same_data.require_same_everywhere(feed.fingerprint)
     keep = retention.of_run(command_line.to_json_dict(config))
     checkpoints = manager_lib.CheckpointManager(workdir, keep)
