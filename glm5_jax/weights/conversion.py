@@ -25,7 +25,8 @@ from glm5_jax.weights import (
 
 FORMATS = ("hf", "orbax")  # a Hugging Face folder, a run folder
 CODED = (huggingface_export.FP8, *huggingface_export.COMPRESSED)
-DTYPES = ("float32", "bfloat16", *CODED)
+FLOATS = ("float32", "bfloat16")
+DTYPES = (*FLOATS, *CODED)
 
 
 def convert(
@@ -60,7 +61,7 @@ def convert(
     to = to or FORMATS[found.is_huggingface]
     if to not in FORMATS:
         raise config_lib.InputError(f"The format must be hf or orbax, got {to!r}.")
-    dtypes = DTYPES if to == "hf" else DTYPES[:2]
+    dtypes = DTYPES if to == "hf" else FLOATS
     if dtype not in (None, *dtypes):
         raise config_lib.InputError(
             f"The format {to} supports {', '.join(dtypes)}, got --dtype={dtype}."
@@ -75,6 +76,12 @@ def convert(
         dtype = huggingface_export.FP8
     original = companions.original_config(found)
     leaves = _open(found, config, dtype)
+    kind = leaves["lm_head",].dtype.name
+    if kind not in FLOATS:
+        raise config_lib.InputError(
+            f"{found.folder} has weights of {kind}, of which no model is written; give "
+            f"--dtype={' or --dtype='.join(FLOATS)}. Other formats are made of those."
+        )
     with new_folder.new_folder(target) as partial:
         if to == "hf":
             huggingface_export.write_leaves(

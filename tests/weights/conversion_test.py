@@ -235,6 +235,20 @@ class FolderTest(ConversionCase):
         (step,) = (self.folder / "copy" / "checkpoints").iterdir()
         self.assertEqual(step.name, "0")
 
+    def test_float16_needs_another_dtype(self):
+        folder = self.write("hf")
+        path = folder / "model.safetensors"
+        tensors = safetensors.numpy.load_file(path)
+        halves = {name: x.astype(np.float16) for name, x in tensors.items()}
+        safetensors.numpy.save_file(halves, path, {"format": "pt"})
+        for options in ({}, {"to": "hf"}, {"to": "hf", "dtype": "int8"}):
+            with self.assertRaisesRegex(
+                config_lib.InputError, "weights of float16, .* give --dtype=float32 or"
+            ):
+                conversion.convert(folder, self.folder / "new", **options)
+            self.assertFalse((self.folder / "new").exists())
+        conversion.convert(folder, self.folder / "new", dtype="float32")
+
     def test_a_tokenizer_with_more_ids_than_the_model_is_not_converted(self):
         source = self.write("source")
         tokenizer_lib.byte_tokenizer().save(source / "tokenizer.json")
