@@ -1,6 +1,7 @@
 """The fields that requests of several forms have, checked for their types."""
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -140,17 +141,24 @@ class Sampling(Body):
         if constraint is not None:  # ends a text that is complete
             ends |= constraint.ends
             settings["constraint"] = constraint
+        seed = self._seed(model)
         return [
             requests.Request(
                 id=model.service.new_id(),
                 prompt=prompt,
                 max_new_tokens=room if max_tokens is None else max_tokens,
                 stop_ids=ends,
-                seed=None if self.seed is None else (self.seed + choice) % _NUM_SEEDS,
+                seed=None if seed is None else (seed + choice) % _NUM_SEEDS,
                 **settings,
             )
             for choice in range(self.num_choices)
         ]
+
+    def _seed(self, model: served.Served) -> int | None:
+        """Returns the first choice's seed; None takes the engine's next number."""
+        if self.seed is None and not model.is_seeded:  # ids begin anew in each process
+            return secrets.randbelow(_NUM_SEEDS)
+        return self.seed
 
 
 def _by_id(bias: Mapping[str, float]) -> dict[int, float]:

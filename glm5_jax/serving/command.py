@@ -42,7 +42,7 @@ class Options:
       host_pages: pages in the host's memory, for prompts that come again later.
       capacity: most tokens of prompt and answer; 0 takes the length of training.
       warm_up: whether to compile all programs first, so that no request waits for it.
-      seed: of the random numbers.
+      seed: of the random numbers; None draws one for each request without its own.
       routed_experts: whether answers in token ids can tell the experts of each token.
       weights_root: folder below which clients may name new weights; None forbids it.
       weights_url: of a weight store, whose versions are read where the folder lacks
@@ -66,7 +66,7 @@ class Options:
     host_pages: int = 0
     capacity: int = 0
     warm_up: bool = False
-    seed: int = 0
+    seed: int | None = None
     routed_experts: bool = False
     weights_root: str | None = None
     weights_url: str | None = None
@@ -147,6 +147,7 @@ def loaded(
             template=commands.template_of(tokenizer, source, options.template),
             stop_ids=commands.stop_ids(made.config, tokenizer),
             defaults=defaults,
+            is_seeded=options.seed is not None,
             routed_experts=options.routed_experts,
             weights_root=_folder(options.weights_root),
             weights_far=_far_store(options),
@@ -177,7 +178,7 @@ def _engine(
             model_config,
             num_slots=options.num_slots,
             capacity=options.capacity or length,
-            seed=options.seed,
+            seed=options.seed or 0,
             with_experts=options.routed_experts,
             limits=limits_lib.Limits(
                 max_stop_ids=_MAX_STOP_IDS,

@@ -29,6 +29,8 @@ class Served:
         template: the chat template; None if the tokenizer lacks its special tokens.
         stop_ids: ids that end a text; those of a chat are the template's too.
         defaults: sampling settings of `Request` that a body need not name.
+        is_seeded: whether requests without a seed take numbers one after another, as a
+            restarted server does again; otherwise each draws a seed of its own.
         max_seconds: for an answer.
         max_dispatch_seconds: of the engine, above which it is taken to hang.
         routed_experts: whether the engine records the experts of each token.
@@ -44,6 +46,7 @@ class Served:
     template: templates.Template | None = None
     stop_ids: frozenset[int] = frozenset()
     defaults: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    is_seeded: bool = False
     max_seconds: float = 3600.0
     max_dispatch_seconds: float = 600.0  # of which the first ones compile
     routed_experts: bool = False

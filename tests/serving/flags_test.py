@@ -132,6 +132,7 @@ class OptionsTest(absltest.TestCase):
             command._engine("RUN", (), options)
         limits = made.call_args.kwargs["limits"]
         self.assertEqual((limits.num_drafts, limits.acceptance), (2, "rejection"))
+        self.assertEqual(made.call_args.kwargs["seed"], 0)
 
     def test_of_other_servers_for_long_prompts(self):
         options = command.Options(

@@ -105,7 +105,7 @@ def serving(max_seconds=60.0, sockets=None, fields=None, bounds=LIMITS, **limits
             stop_ids=frozenset([TOKENIZER.eos_id]),
             defaults={"temperature": 0.0},
             max_seconds=max_seconds,
-            **fields or {},
+            **{"is_seeded": True, **(fields or {})},
         )
         allowed = guard.Limits(**{"api_key": KEY, **limits})
         with running(model, allowed, **(sockets or {})) as (url, server):
