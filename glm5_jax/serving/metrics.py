@@ -39,7 +39,9 @@ def _lines(stats: service_lib.Stats, door: guard.Guard) -> Iterator[str]:
     for kind, names in (("gauge", _GAUGES), ("counter", _COUNTERS)):
         for name, (field, text) in names.items():
             yield _head(name, kind, text)
-            yield f"glm5_jax_{name} {float(getattr(stats, field)):g}\n"
+            number = getattr(stats, field)  # a bool counts as an int
+            shown = repr(number) if isinstance(number, float) else f"{number:d}"
+            yield f"glm5_jax_{name} {shown}\n"
     yield _head("requests_ended_total", "counter", "Requests that ended, by reason.")
     for reason, number in sorted(stats.ended.items()):
         yield f'glm5_jax_requests_ended_total{{reason="{reason}"}} {number}\n'

@@ -9,8 +9,8 @@ import httpx
 from absl.testing import absltest
 
 from glm5_jax.http_server import guard
-from glm5_jax.inference import requests, service
-from glm5_jax.serving import app, liveness, served
+from glm5_jax.inference import drafter, events, requests, service
+from glm5_jax.serving import app, liveness, metrics, served
 from tests.rl import scripted
 
 LIMIT = 30.0  # seconds of a step, above which an engine hangs, by the test's clock
@@ -93,6 +93,30 @@ class HealthTest(absltest.TestCase):
 
         with contextlib.closing(self.service):
             asyncio.run(run())
+
+
+class FiguresTest(absltest.TestCase):
+    def test_large_figures_have_all_their_digits(self):
+        stats = events.Stats(
+            version=1_000_001,
+            **dict.fromkeys(("running", "waiting", "free_slots", "free_pages"), 0),
+            is_paused=True,
+            dispatch_seconds=1234567.25,
+            restored=0,
+            preemptions=0,
+            acceptance=drafter.Acceptance(),
+            ended={},
+            prompt_tokens=123_456_789,
+        )
+        door = mock.Mock(spec=guard.Guard, num_active=0, num_refused=0)
+        lines = "".join(metrics._lines(stats, door)).splitlines()
+        for line in (
+            "weights_version 1000001",
+            "prompt_tokens_total 123456789",
+            "dispatch_seconds_total 1234567.25",
+            "paused 1",
+        ):
+            self.assertIn(f"glm5_jax_{line}", lines)
 
 
 if __name__ == "__main__":

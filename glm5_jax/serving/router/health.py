@@ -136,9 +136,9 @@ class Health:
         if version in (None, pool.version):
             return ""
         return (
-            f"It has version {version:g} of the weights, and the others "
-            f"{pool.version:g}; update the weights again, or, if they are right, POST "
-            f'it to /replicas with "has_weights": true.'
+            f"It has version {version:.0f} of the weights, and the others "
+            f"{pool.version:.0f}; update the weights again, or, if they are right, "
+            f'POST it to /replicas with "has_weights": true.'
         )
 
     async def _version(self, replica: pool_lib.Replica) -> float | None:

@@ -447,13 +447,17 @@ class EveryoneTest(RouterTest):
 
     async def test_one_that_comes_back_with_old_weights_gets_nothing(self):
         await self.started(2)
+        for other in self.lights:
+            other.version = 1_000_001
         await self.post("/finish_weight_update")
         one = self.lights[0]
         replica = self.router.pool.replicas[one.url]
         one.mode = "unwell"
         await until(lambda: replica.state == "down")
-        one.mode, one.version = "ok", 0  # as after a restart
+        one.mode, one.version = "ok", 1_000_001  # as after a restart
         await until(lambda: replica.state == "unfit")
+        self.assertIn("version 1000001 of the weights", replica.reason)
+        self.assertIn("others 1000002;", replica.reason)
         status, _, _ = await self.post("/replicas", url=one.url, has_weights=True)
         self.assertEqual(status, 200)
         await until(lambda: replica.state == "ready")
