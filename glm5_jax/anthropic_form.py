@@ -4,13 +4,17 @@ Anthropic's messages have lists of blocks: text, thinking, tool_use and tool_res
 https://docs.anthropic.com/en/api/messages
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from glm5_jax import config
 
 Block = dict[str, Any]
 PATH = "/v1/messages"
+_KINDS = {  # of blocks, by role
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+}
 
 
 def messages_of(
@@ -20,11 +24,14 @@ def messages_of(
     """Returns messages in our form; a user's may hold results of tools.
 
     Raises:
-        config.InputError: a block is not supported.
+        config.InputError: a block is not supported, or a content is malformed.
     """
-    found = [] if system is None else [_said("system", system)]
-    for message in messages:
-        found += _of_one(message)
+    found = [] if system is None else [_said("system", system, "system")]
+    for index, message in enumerate(messages):
+        try:
+            found += _of_one(message)
+        except config.InputError as error:
+            raise config.InputError(f"messages[{index}]: {error}") from error
     return found
 
 
@@ -48,36 +55,52 @@ def call_block(id: str, name: str, arguments: Any) -> Block:
 
 def _of_one(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     role, content = message.get("role"), message.get("content")
-    if isinstance(content, str) or role not in ("user", "assistant"):
+    if isinstance(content, str) or role not in _KINDS:
         return [_said(role, content)]
-    if not isinstance(content, list) or not all(isinstance(x, dict) for x in content):
-        raise config.InputError("content must be a string or a list of blocks.")
-    by_kind: dict[Any, list[Block]] = {}
-    for block in content:
-        by_kind.setdefault(block.get("type"), []).append(block)
-    known = {"text", "thinking", "redacted_thinking", "tool_use", "tool_result"}
-    if unknown := {*by_kind} - known:
-        raise config.InputError(
-            f"A block of type {unknown.pop()!r} is not supported; text, thinking, "
-            f"tool_use and tool_result are."
-        )
-    texts = by_kind.get("text", [])
+    by_kind: dict[str, list[Block]] = {kind: [] for kind in _KINDS[role]}
+    for block in _blocks(content, "content"):
+        kind = block.get("type")
+        if not isinstance(kind, str) or kind not in by_kind:
+            *most, last = by_kind
+            raise config.InputError(
+                f"A block of type {kind!r} is not supported in content of role "
+                f"{role!r}; {', '.join(most)} and {last} are."
+            )
+        by_kind[kind].append(block)
+    texts = by_kind["text"]
     if role == "user":
         results = [
-            _said("tool", x.get("content")) for x in by_kind.get("tool_result", [])
+            _said("tool", x.get("content"), "content of a tool_result")
+            for x in by_kind["tool_result"]
         ]
         return [*results, *([_said("user", texts)] if texts or not results else [])]
-    thought = "".join(str(x.get("thinking", "")) for x in by_kind.get("thinking", []))
+    thought = "".join(str(x.get("thinking", "")) for x in by_kind["thinking"])
     calls = [
         {"name": x.get("name"), "arguments": x.get("input", {})}
-        for x in by_kind.get("tool_use", [])
+        for x in by_kind["tool_use"]
     ]
     more = {"reasoning_content": thought, "tool_calls": calls}
     return [{**_said("assistant", texts), **more}]
 
 
-def _said(role: Any, content: str | Iterable[Mapping[str, Any]] | None) -> dict:
-    """Returns a message of a role; keys of blocks such as cache_control are dropped."""
+def _said(role: Any, content: Any, field: str = "content") -> dict[str, Any]:
+    """Returns a message of a role; keys of blocks such as cache_control are dropped.
+
+    Raises:
+        config.InputError: the content, which the field names, is malformed.
+    """
     if content is not None and not isinstance(content, str):
-        content = [{"type": x.get("type"), "text": x.get("text")} for x in content]
+        blocks = _blocks(content, field)
+        content = [{"type": x.get("type"), "text": x.get("text")} for x in blocks]
     return {"role": role, "content": content}
+
+
+def _blocks(content: Any, field: str) -> Sequence[Block]:
+    """Returns the blocks of a content.
+
+    Raises:
+        config.InputError: it is no list of them.
+    """
+    if not isinstance(content, list) or not all(isinstance(x, dict) for x in content):
+        raise config.InputError(f"{field} must be a string or a list of blocks.")
+    return content

@@ -162,9 +162,11 @@ def _choice(given: Mapping[str, Any] | None) -> Any:
     """Returns a tool_choice in OpenAI's form."""
     if given is None:
         return None
-    if given.get("type") == "tool":
+    kind = given.get("type")
+    if kind == "tool":
         return {"type": "function", "name": given.get("name")}
-    return _CHOICES.get(given.get("type", ""), dict(given))
+    is_known = isinstance(kind, str) and kind in _CHOICES
+    return _CHOICES[kind] if is_known else dict(given)
 
 
 def _format(given: Any) -> dict[str, Any] | None:

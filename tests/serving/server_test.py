@@ -399,6 +399,35 @@ class AnthropicTest(ClientTest):
         with self.assertRaisesRegex(anthropic.BadRequestError, "tool_choice must be"):
             self.anthropic.messages.create(**forced)
 
+    def test_malformed_bodies(self):
+        def said(role, content):
+            return {"messages": [HI, {"role": role, "content": content}]}
+
+        result = lambda content: [{"type": "tool_result", "content": content}]
+        wrong = r"messages\[1\]: content must be a string or a list of blocks"
+        inner = r"messages\[1\]: content of a tool_result must be"
+        other = r"messages\[1\]: A block of type .* is not supported in content of role"
+        for body, words in (
+            (said("user", [{"type": []}]), other),
+            (said("user", [{"type": "tool_use", "name": "f", "input": {}}]), other),
+            (said("user", [{"type": "thinking", "thinking": "a"}]), other),
+            (said("assistant", result("7")), other),
+            (said("user", result(["abc"])), inner),
+            (said("user", result(5)), inner),
+            (said("user", result({"a": 1})), inner),
+            (said("system", ["x"]), wrong),
+            (said("system", {"x": 1}), wrong),
+            (said("user", {"x": 1}), wrong),
+            ({"messages": [HI], "tool_choice": {"type": []}}, "tool_choice must be"),
+        ):
+            answer = self.http.post("/v1/messages", json={**body, "max_tokens": 3})
+            self.assertEqual(answer.status_code, 400, body)
+            self.assertRegex(answer.json()["error"]["message"], words)
+        thought = {"type": "redacted_thinking", "data": "x"}
+        body = said("assistant", [thought, {"type": "text", "text": "a"}])
+        answer = self.http.post("/v1/messages", json={**body, "max_tokens": 3})
+        self.assertEqual(answer.status_code, 200)
+
 
 class TokenIdsTest(ClientTest):
     def test_ids_in_and_out(self):
