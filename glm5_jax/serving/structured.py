@@ -138,7 +138,7 @@ async def of_chat(
     Raises:
         ApiError: a grammar cannot be used.
     """
-    tools, choice = calls.tools, calls.choice
+    tools, choice, is_single = calls.tools, calls.choice, not calls.is_parallel
     if choice is not None:
         with _named("tool_choice"):
             source = tool_grammar.source(tools, choice.name, is_single=choice.is_single)
@@ -147,11 +147,10 @@ async def of_chat(
         with _named(field.name):
             sources = [field.source]
             if tools:
-                sources.append(tool_grammar.source(tools))
+                sources.append(tool_grammar.source(tools, is_single=is_single))
             inner = await _compiled(model, sources, ends)
     elif tools and calls.is_strict:
         with _named("tools"):
-            is_single = not calls.is_parallel
             source = tool_grammar.source(tools, is_single=is_single, has_begun=True)
             inner = await _compiled(model, [source], ends)
         call = model.text.special_ids["<tool_call>"]

@@ -1,13 +1,17 @@
 """Answers in a form that the request asks for, with the clients that people use."""
 
+import asyncio
 import json
 from typing import Literal
+from unittest import mock
 
 import anthropic
 import jsonschema
 import pydantic
 from absl.testing import parameterized
 
+from glm5_jax.inference import grammars
+from glm5_jax.serving import served, structured
 from tests import environment
 from tests.serving import scripted, server_test
 
@@ -251,6 +255,39 @@ class StructuredTest(server_test.ClientTest):
         answer = self.http.post("/v1/chat/completions", json=body)
         self.assertEqual(answer.status_code, 400)
         self.assertIn(message, answer.json()["error"]["message"])
+
+
+class SingleCallTest(parameterized.TestCase):
+    @parameterized.named_parameters(
+        ("form", {"response_format": FORMAT}),
+        ("forced", {"tool_choice": "required"}),
+        ("strict", {}),
+    )
+    def test_a_second_call_is_allowed_if_calls_are_parallel(self, asked):
+        tok, tools = scripted.TOKENIZER, TOOLS[1:]
+        model = mock.Mock(
+            spec=served.Served,
+            text=tok,
+            grammars=grammars.Grammars(tok, tok.vocab_size),
+        )
+        begin, end = (tok.special_ids[x] for x in ("<tool_call>", "</tool_call>"))
+        written = [begin, *tok.encode("stop"), end]
+        for is_parallel in (False, True):
+            choice = structured.forced(asked.get("tool_choice"), is_parallel)
+            calls = structured.Calls(tools, choice, True, is_parallel)
+            found = structured.of_chat(
+                model,
+                next(
+                    structured._of_response_format(asked.get("response_format")), None
+                ),
+                calls,
+                [1],
+                frozenset([tok.eos_id]),
+            )
+            matcher = asyncio.run(found).start()
+            matcher.consume(written)
+            allowed = int(matcher.allowed()[begin // 32]) >> (begin % 32) & 1
+            self.assertEqual(bool(allowed), is_parallel)
 
 
 if __name__ == "__main__":
