@@ -85,9 +85,19 @@ class Turn:
         end: the engine's last event, once it has come.
     """
 
-    def __init__(self, reader: Reader, stop: Sequence[str] = ()) -> None:
-        """Starts an empty answer, which ends before any string of `stop`."""
+    def __init__(
+        self, reader: Reader, stop: Sequence[str] = (), trims_content: bool = False
+    ) -> None:
+        """Starts an empty answer.
+
+        Args:
+            reader: of its ids.
+            stop: strings before which it ends.
+            trims_content: whether to remove the blanks at the end of the content,
+                after the search for stop strings, which may have blanks.
+        """
         self._reader, self._stop = reader, stop_strings.StopStrings(stop)
+        self._trimmed = parsing.Trimmed() if trims_content else None
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
@@ -167,7 +177,8 @@ class Turn:
             if isinstance(event, parsing.Reasoning):
                 reasoning += event.text
             elif isinstance(event, parsing.Content):
-                content += event.text
+                trimmed = self._trimmed
+                content += trimmed.feed(event.text) if trimmed else event.text
             else:
                 arguments = json.dumps(event.arguments, ensure_ascii=False)
                 id = f"call_{uuid.uuid4().hex[:24]}"
@@ -190,5 +201,6 @@ def chat(
         is_thinking=prompt[-1] == template.tokenizer.special_ids["<think>"],
         tools=tools,
         stop_ids=template.stop_ids,
+        trims_content=False,
     )
-    return Turn(parser, stop)
+    return Turn(parser, stop, trims_content=True)

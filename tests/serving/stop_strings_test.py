@@ -4,8 +4,11 @@ import hypothesis
 from absl.testing import parameterized
 from hypothesis import strategies as st
 
-from glm5_jax.serving import stop_strings
+from glm5_jax.data.chat import templates
+from glm5_jax.inference import events, requests
+from glm5_jax.serving import stop_strings, turn
 from tests import environment
+from tests.serving.scripted import TOKENIZER
 
 QUICK = hypothesis.settings(
     max_examples=100, deadline=None, derandomize=True, database=None
@@ -42,6 +45,29 @@ class StopStringsTest(parameterized.TestCase):
         texts, found = cut(["one <", "e", "nt", "<end"], ["<end>"])
         self.assertEqual(texts, ["one ", "", "<ent", "", "<end"])
         self.assertIsNone(found)
+
+
+class TurnTest(parameterized.TestCase):
+    @parameterized.named_parameters(
+        ("blanks_alone", "abc\n\nd", "\n\n", "abc", 5),
+        ("blanks_at_the_end", "abc, d", ", ", "abc", 5),
+        ("one_blank", "a b", " ", "a", 2),
+        ("blanks_before_it", "abc \nHuman: d", "Human:", "abc", 11),
+        ("blanks_within_the_content_stay", "a\n\nb  ", "c", "a\n\nb", 6),
+        ("blanks_before_the_content", " \nabc\nd", "\n", "abc", 6),
+    )
+    def test_blanks_of_a_chat(self, text, stop, wanted, num_tokens):
+        template = templates.Template(TOKENIZER)
+        read = turn.chat(template, [TOKENIZER.special_ids["</think>"]], (), [stop])
+        told = ""
+        for id in TOKENIZER.encode(text):
+            tokens = events.Tokens((id,), (0.0,), (0,), (0.0,), ([],))
+            told += read.feed(tokens).content
+        end = events.End("length", requests.Completion([], [], None))
+        told += read.feed(end).content
+        self.assertEqual((read.content, told), (wanted, wanted))
+        self.assertLen(read.tokens, num_tokens)
+        self.assertEqual(read.stop_string, stop if stop in text.lstrip() else None)
 
 
 if __name__ == "__main__":

@@ -48,13 +48,28 @@ Event = Reasoning | Content | Call
 Emit = Callable[[Event], None]
 
 
+class Trimmed:
+    """Holds back the blanks at the end of a text that arrives in pieces."""
+
+    def __init__(self) -> None:
+        """Starts an empty text."""
+        self._blanks = ""
+
+    def feed(self, text: str) -> str:
+        """Returns more of the text, up to its last character that is no blank."""
+        text = self._blanks + text
+        kept = text.rstrip()
+        self._blanks = text[len(kept) :]
+        return kept
+
+
 class Parser:
     """Reads the ids of one assistant's turn.
 
     The texts of thought and content have no blanks at their ends, as in the chat
-    template. A malformed call, or one that the end cuts off, stays text with its
-    special tokens spelt out. An argument is a string if its tool's schema says so or if
-    it is not JSON.
+    template; the content may keep those after it, for who looks for them. A malformed
+    call, or one that the end cuts off, stays text with its special tokens spelt out. An
+    argument is a string if its tool's schema says so or if it is not JSON.
 
     Attributes:
         errors: explanations of malformed calls and of a thought that is not closed.
@@ -68,6 +83,7 @@ class Parser:
         is_thinking: bool,
         tools: messages.Tools = (),
         stop_ids: Iterable[int] = (),
+        trims_content: bool = True,
     ) -> None:
         """Starts before the first id after the generation prompt.
 
@@ -76,6 +92,7 @@ class Parser:
             is_thinking: whether the prompt ended with <think>.
             tools: JSON schemas of the functions.
             stop_ids: ids that end the turn.
+            trims_content: whether to remove the blanks at the end of the content.
         """
         self._tokenizer, self._types = tokenizer, tool_calls.types_of(tools)
         self._special, self._stop_ids = tokenizer.special_ids, frozenset(stop_ids)
@@ -87,8 +104,10 @@ class Parser:
         if is_thinking:
             self._begin_thought()
         self._text = text_stream.TextStream(tokenizer, is_spelt=True)
-        # Blanks that were read but not emitted; None before the first other character.
-        self._blanks: dict[type, str | None] = {Reasoning: None, Content: None}
+        self._begun: set[type] = set()  # kinds of text with a character, not blank
+        self._trimmed: dict[type, Trimmed] = {Reasoning: Trimmed()}
+        if trims_content:
+            self._trimmed[Content] = Trimmed()
         self._call: tool_calls.PartialCall | None = None
 
     @property
@@ -153,16 +172,15 @@ class Parser:
                 self._write(self._text.feed(id), emit)
 
     def _write(self, text: str, emit: Emit) -> None:
-        """Emits text; blanks wait until another character follows them."""
-        held = self._blanks[self._kind]
-        if held is None:
+        """Emits text; blanks at its end wait until another character follows them."""
+        if self._kind not in self._begun:
             text = text.lstrip()
-        kept = text.rstrip()
-        if kept:
-            emit(self._kind((held or "") + kept))
-            self._blanks[self._kind] = text[len(kept) :]
-        elif text:
-            self._blanks[self._kind] = (held or "") + text
+        if text:
+            self._begun.add(self._kind)
+        if self._kind in self._trimmed:
+            text = self._trimmed[self._kind].feed(text)
+        if text:
+            emit(self._kind(text))
 
 
 def parse(
