@@ -165,11 +165,11 @@ def _by_id(bias: Mapping[str, float]) -> dict[int, float]:
     """Returns a bias with its ids as numbers.
 
     Raises:
-        ApiError: an id is not a number.
+        ApiError: an id is not a number, or beyond any vocabulary.
     """
-    wrong = [name for name in bias if not name.isdecimal()]
+    wrong = [x for x in bias if not x.isdecimal() or len(x) > _MAX_DIGITS]
     if wrong:
         raise errors.bad_request(
             f"logit_bias must have token ids as its keys, got {wrong[0][:60]!r}."
         )
-    return {int(name[:_MAX_DIGITS]): value for name, value in bias.items()}
+    return {int(name): value for name, value in bias.items()}

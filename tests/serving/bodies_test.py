@@ -5,6 +5,7 @@ from unittest import mock
 
 from absl.testing import absltest
 
+from glm5_jax.http_server import errors
 from glm5_jax.inference import service
 from glm5_jax.serving import bodies, served
 from tests import environment
@@ -38,6 +39,15 @@ class SeedsTest(absltest.TestCase):
         for fields in ({}, {"is_seeded": True}):
             found = asked(model(**fields), n=2, seed=2**31 - 1)
             self.assertEqual([r.seed for r in found], [2**31 - 1, 0])
+
+
+class BiasTest(absltest.TestCase):
+    def test_ids_are_read_whole(self):
+        (request,) = asked(model(), logit_bias={"7": 1.5, "12": -1.0})
+        self.assertEqual(request.logit_bias, {7: 1.5, 12: -1.0})
+        for wrong in ("0000000000057", "9" * 5000, "-1", "a", ""):
+            with self.assertRaisesRegex(errors.ApiError, "ids as its keys"):
+                asked(model(), logit_bias={wrong: 1.0})
 
 
 if __name__ == "__main__":
