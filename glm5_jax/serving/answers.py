@@ -132,6 +132,15 @@ class Answers:
         async for _ in self.deltas():
             pass
 
+    def require_whole(self) -> None:
+        """Checks that no answer was cut off, for forms that have no word for it.
+
+        Raises:
+            ApiError: one was, by /pause?mode=abort or by the end of the server.
+        """
+        if any(read.reason == "abort" for read in self.turns):
+            raise errors.busy("The answer was cut off; send the request again.", 503)
+
     def _require_version_of(self, event: service_lib.Event) -> None:
         """Checks the weights that drew tokens.
 

@@ -76,6 +76,7 @@ def count(model: served.Served, body: MessagesBody) -> dict[str, int]:
 async def whole(talk: chat.Conversation) -> dict[str, Any]:
     """Returns the whole answer."""
     await talk.answers.finish()
+    talk.answers.require_whole()
     (read,) = talk.answers.turns
     content: list[anthropic_form.Block] = []
     if read.reasoning:
@@ -112,6 +113,7 @@ async def stream(talk: chat.Conversation) -> AsyncIterator[str]:
             index, kind = index + 1, None
             for text in _call_events(index, call):
                 yield text
+    talk.answers.require_whole()
     if kind is not None:
         yield _event("content_block_stop", index=index)
     yield _event("message_delta", delta=_end(read), usage=_usage(talk))
@@ -138,8 +140,7 @@ def _head(talk: chat.Conversation) -> dict[str, Any]:
 
 def _end(read: turn.Turn) -> dict[str, Any]:
     """Returns why an answer ended."""
-    reason = {"length": "max_tokens", "abort": "end_turn", "stop": "end_turn"}
-    stop = reason[read.reason]
+    stop = {"length": "max_tokens", "stop": "end_turn"}[read.reason]
     if read.stop_string is not None:
         stop = "stop_sequence"
     elif read.calls and read.reason == "stop":
@@ -165,8 +166,9 @@ def _choice(given: Mapping[str, Any] | None) -> Any:
     kind = given.get("type")
     if kind == "tool":
         return {"type": "function", "name": given.get("name")}
-    is_known = isinstance(kind, str) and kind in _CHOICES
-    return _CHOICES[kind] if is_known else dict(given)
+    if isinstance(kind, str) and kind in _CHOICES:
+        return _CHOICES[kind]
+    return dict(given)
 
 
 def _format(given: Any) -> dict[str, Any] | None:

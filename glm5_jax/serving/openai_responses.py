@@ -198,6 +198,7 @@ async def whole(talk: chat.Conversation, body: ResponsesBody) -> dict[str, Any]:
     async for _, delta in talk.answers.deltas():
         for _ in made.add(delta):
             pass
+    talk.answers.require_whole()
     for _ in made.close():
         pass
     return made.json()
@@ -211,6 +212,7 @@ async def stream(talk: chat.Conversation, body: ResponsesBody) -> AsyncIterator[
     async for _, delta in talk.answers.deltas():
         for text in made.add(delta):
             yield text
+    talk.answers.require_whole()
     for text in made.close():
         yield text
     found = made.json()

@@ -472,6 +472,26 @@ class StatusTest(ClientTest):
         self.assertEqual(post("/resume"), 200)
         wait_until(lambda: not is_paused())
 
+    @parameterized.product(path=("/v1/messages", "/v1/responses"), stream=(False, True))
+    def test_an_answer_that_is_cut_off_is_an_error(self, path, stream):
+        """Neither form has a word for it, and an agent takes an end for the end."""
+        said = [{"role": "user", "content": "x"}]
+        body = {"messages": said, "max_tokens": 9, "stream": stream}
+        if path == "/v1/responses":
+            body = {"input": "x", "stream": stream}
+        control = lambda name: self.http.post(name, headers=JSON).status_code
+        self.assertEqual(control("/pause?mode=keep"), 200)
+        with futures.ThreadPoolExecutor() as pool:
+            asked = pool.submit(self.http.post, path, json=body)
+            wait_until(lambda: self.service.stats().waiting == 1)
+            self.assertEqual(control("/pause?mode=abort"), 200)
+            answer = asked.result()
+        self.assertEqual(control("/resume"), 200)
+        self.assertEqual(answer.status_code, 200 if stream else 503)
+        self.assertIn("The answer was cut off; send the", answer.text)
+        for end in ("end_turn", "message_stop", "response.completed"):
+            self.assertNotIn(end, answer.text)
+
     def test_the_page(self):
         answer = self.http.get("/")
         self.assertStartsWith(answer.headers["Content-Type"], "text/html")
