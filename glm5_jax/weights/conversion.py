@@ -76,12 +76,7 @@ def convert(
         dtype = huggingface_export.FP8
     original = companions.original_config(found)
     leaves = _open(found, config, dtype)
-    kind = leaves["lm_head",].dtype.name
-    if kind not in FLOATS:
-        raise config_lib.InputError(
-            f"{found.folder} has weights of {kind}, of which no model is written; give "
-            f"--dtype={' or --dtype='.join(FLOATS)}. Other formats are made of those."
-        )
+    _require_float(leaves, found)
     with new_folder.new_folder(target) as partial:
         if to == "hf":
             huggingface_export.write_leaves(
@@ -91,6 +86,22 @@ def convert(
         else:
             _write_run(partial, found, config, leaves)
     return to
+
+
+def _require_float(
+    leaves: dict[leaves_lib.Path, leaves_lib.Leaf], found: loading.Source
+) -> None:
+    """Checks that the weights have a dtype that a model may have.
+
+    Raises:
+      InputError: they have not.
+    """
+    kind = leaves["lm_head",].dtype.name
+    if kind not in FLOATS:
+        raise config_lib.InputError(
+            f"{found.folder} has weights of {kind}, of which no model is written; give "
+            f"--dtype={' or --dtype='.join(FLOATS)}. Other formats are made of those."
+        )
 
 
 def _open(
