@@ -28,13 +28,7 @@ _MODEL_NAME = flags.DEFINE_string(
 _TEMPLATE = flags.DEFINE_enum(
     "template", None, ["glm5", "glm5.1", "glm5.2"], "Chat template; default: the run's."
 )
-_SEED = flags.DEFINE_integer(
-    "seed",
-    None,
-    "Seed of the random numbers; with one, a restarted server repeats its answers to "
-    "requests without a seed. By default each such request draws its own.",
-    lower_bound=0,
-)
+_SEED = flags.DEFINE_integer("seed", None, "Seed; default: each request draws one.", 0)
 _NUM_REPLICAS = flags.DEFINE_integer(
     "num_replicas", 0, "Servers on this machine behind a router; 0: one, without.", 0
 )
