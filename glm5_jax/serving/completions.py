@@ -51,6 +51,7 @@ class Continuation:
         prompts: ids.
         scores: of the prompts; empty if nobody asked.
         answers: `num_choices` for each prompt.
+        offsets: of each answer's tokens.
     """
 
     model: served.Served
@@ -58,6 +59,7 @@ class Continuation:
     prompts: list[list[int]]
     scores: list[prompt_scores.Scores]
     answers: answers.Answers
+    offsets: list[logprobs.Offsets]
 
     @property
     def has_answers(self) -> bool:
@@ -91,7 +93,13 @@ async def begin(model: served.Served, body: CompletionBody) -> Continuation:
     number = len(prompts) * body.num_choices
     turns = [turn.Turn(turn.TextReader(model.text), stop) for _ in range(number)]
     under_way = await answers.begin(model, asked, turns, body.weight_version)
-    return Continuation(model, body, prompts, scores, under_way)
+    echoed = [model.text.spell(ids) if body.echo else "" for ids in prompts]
+    offsets = [
+        logprobs.Offsets(model.text, len(text))
+        for text in echoed
+        for _ in range(body.num_choices)
+    ]
+    return Continuation(model, body, prompts, scores, under_way, offsets)
 
 
 async def whole(talk: Continuation) -> dict[str, Any]:
@@ -135,7 +143,8 @@ def _prompt(talk: Continuation, index: int) -> dict[str, Any]:
             scores = talk.scores[place]
             values = [None, *scores.logprobs]
             others = [[], *(x[: body.logprobs] for x in scores.alternatives)]
-            shown = logprobs.completion(tokenizer, ids, values, others)
+            offsets = logprobs.Offsets(tokenizer, is_spelt=True).feed(ids)
+            shown = logprobs.completion(tokenizer, ids, values, others, offsets)
         choice["logprobs"] = shown
     if body.prompt_logprobs is not None:
         scores, most = talk.scores[place], body.prompt_logprobs
@@ -148,19 +157,17 @@ def _prompt(talk: Continuation, index: int) -> dict[str, Any]:
 def _answer(
     talk: Continuation, index: int, text: str, span: tuple[int, int]
 ) -> dict[str, Any]:
-    """Returns a part of an answer; `span` is its tokens."""
+    """Returns the next part of an answer; `span` is its tokens."""
     body, tokenizer, read = talk.body, talk.model.text, talk.answers.turns[index]
-    part, before = slice(*span), read.tokens[: span[0]]
+    part = slice(*span)
     choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None}
     if body.logprobs is not None:
-        if body.echo:
-            before = [*talk.prompts[talk.place(index)], *before]
         choice["logprobs"] = logprobs.completion(
             tokenizer,
             read.tokens[part],
             read.raw_logprobs[part],
             read.alternatives[part],
-            offset=len(tokenizer.spell(before)),
+            talk.offsets[index].feed(read.tokens[part]),
         )
     if body.return_token_ids:
         choice["token_ids"] = read.tokens[part]

@@ -5,11 +5,11 @@ penalties and filters, so that those of other tokens compare. Token ids also hav
 log-prob in the distribution that they were drawn from, which trainers need.
 """
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from glm5_jax.data import tokenizer as tokenizer_lib
+from glm5_jax.data.chat import text_stream
 from glm5_jax.serving import turn
 
 
@@ -38,12 +38,38 @@ def chat(
     return {"content": content, "refusal": None}
 
 
+class Offsets:
+    """Counts the characters before each token of a text that arrives in pieces.
+
+    All tokens that a character is split into have the place of that character.
+    """
+
+    def __init__(
+        self,
+        tokenizer: tokenizer_lib.Tokenizer,
+        offset: int = 0,
+        *,
+        is_spelt: bool = False,
+    ) -> None:
+        """Starts after `offset` characters; see `TextStream` for the others."""
+        self._text = text_stream.TextStream(tokenizer, is_spelt=is_spelt)
+        self._offset = offset
+
+    def feed(self, ids: Sequence[int]) -> list[int]:
+        """Returns the offsets of more tokens."""
+        found = []
+        for id in ids:
+            found.append(self._offset)
+            self._offset += len(self._text.feed(id))
+        return found
+
+
 def completion(
     tokenizer: tokenizer_lib.Tokenizer,
     ids: Sequence[int],
     logprobs: Sequence[float | None],
     alternatives: Sequence[Sequence[tuple[int, float]]],
-    offset: int = 0,
+    offsets: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Returns tokens in the form of completions.
 
@@ -52,7 +78,7 @@ def completion(
         ids: of the tokens.
         logprobs: of the tokens; a prompt's first has none.
         alternatives: the likeliest tokens in their places.
-        offset: characters before them.
+        offsets: of the tokens, see `Offsets`.
     """
     tokens = [tokenizer.spell([id]) for id in ids]
     likeliest = []
@@ -65,7 +91,7 @@ def completion(
         "tokens": tokens,
         "token_logprobs": [*logprobs],
         "top_logprobs": likeliest if any(likeliest) else None,
-        "text_offset": [*itertools.accumulate(map(len, tokens), initial=offset)][:-1],
+        "text_offset": [*offsets],
     }
 
 

@@ -14,7 +14,7 @@ from absl.testing import absltest, parameterized
 
 from glm5_jax.http_server import errors
 from glm5_jax.inference import engine, prompt_scores, scoring, service
-from glm5_jax.serving import prompt_logprobs, served
+from glm5_jax.serving import logprobs, prompt_logprobs, served
 from tests.inference import engine_test
 from tests.serving import scripted, server_test
 from tests.serving.scripted import TOKENIZER
@@ -33,7 +33,10 @@ class FormsTest(server_test.ClientTest):
         """As lm_eval's local-completions does, several texts at once."""
         texts = ["abxd", "ab"]
         rows = [TOKENIZER.encode(text) for text in texts]
-        answer = self.complete(rows, max_tokens=1, logprobs=1, echo=True, temperature=0)
+        asked = {"max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0}
+        answer = self.complete(rows, **asked)
+        (split,) = self.complete("é", **asked).choices
+        self.assertEqual(split.logprobs.text_offset[:3], [0, 0, 1])
         drawn = ["<|endoftext|>", "c"]
         for text, end, choice in zip(texts, drawn, answer.choices, strict=True):
             self.assertStartsWith(choice.text, text)
@@ -78,13 +81,13 @@ class FormsTest(server_test.ClientTest):
         answer = self.http.post("/inference/v1/generate", json=body).json()
         first, *places = answer["prompt_logprobs"]
         self.assertIsNone(first)
-        for id, place, logprobs in zip(row[1:], places, want, strict=False):
-            order = np.argsort(-logprobs, kind="stable")
+        for id, place, values in zip(row[1:], places, want, strict=False):
+            order = np.argsort(-values, kind="stable")
             ids = dict.fromkeys([id, *order[:2].tolist()])
             self.assertEqual(list(place), [str(i) for i in ids])
             for shown in ids:
                 found = place[str(shown)]
-                self.assertAlmostEqual(found["logprob"], logprobs[shown], 4)
+                self.assertAlmostEqual(found["logprob"], values[shown], 4)
                 self.assertEqual(found["rank"], order.tolist().index(shown) + 1)
                 self.assertEqual(found["decoded_token"], TOKENIZER.spell([shown]))
         asked = {"max_tokens": 1, "extra_body": {"prompt_logprobs": 2}}
@@ -202,3 +205,18 @@ class VersionTest(absltest.TestCase):
         model = dataclasses.replace(model, max_seconds=9.0)
         with self.assertRaisesRegex(errors.ApiError, "shutting down"):
             asyncio.run(prompt_logprobs.scored(model, [[*b"ab"]]))
+
+
+class OffsetsTest(absltest.TestCase):
+    def test_tokens_of_one_character_have_its_place(self):
+        ids = TOKENIZER.encode("aé🙂!b")
+        for size in range(len(ids) + 1):
+            made = logprobs.Offsets(TOKENIZER, 5)
+            found = made.feed(ids[:size]) + made.feed(ids[size:])
+            self.assertEqual(found, [5, 6, 6, 7, 7, 7, 7, 8, 9])
+
+    def test_special_tokens_count_where_the_text_has_them(self):
+        ids = TOKENIZER.encode_spelt("a<|user|>b")
+        for is_spelt, last in ((False, 1), (True, len("a<|user|>"))):
+            found = logprobs.Offsets(TOKENIZER, is_spelt=is_spelt).feed(ids)
+            self.assertEqual(found, [0, 1, last])
