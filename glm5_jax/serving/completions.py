@@ -89,6 +89,8 @@ async def begin(model: served.Served, body: CompletionBody) -> Continuation:
     if size or not body.reads_prompt:
         for prompt in prompts:
             asked += body.requests(model, prompt, size, ends, number, constraint)
+    else:  # no request has them checked
+        prompt_logprobs.require_rows(model, prompts)
     scores = await _scores(model, body, prompts)
     number = len(prompts) * body.num_choices
     turns = [turn.Turn(turn.TextReader(model.text), stop) for _ in range(number)]

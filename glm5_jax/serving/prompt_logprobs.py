@@ -30,15 +30,7 @@ async def scored(
         ApiError: a row is too long, the server is shutting down, or the time is up.
         InputError: an id is none of the model's, or there are too many alternatives.
     """
-    for row in rows:
-        if not row:
-            raise errors.bad_request("A row must have at least one token to score.")
-        if len(row) > model.service.capacity:
-            raise errors.bad_request(
-                f"A row has {len(row)} tokens, more than the {model.service.capacity} "
-                f"of this server.",
-                "context_length_exceeded",
-            )
+    require_rows(model, rows)
     found: dict[int, prompt_scores.Scores] = {}
     versions: dict[int, int] = {}
     newest = -1
@@ -59,6 +51,25 @@ async def scored(
     except service_lib.ClosedError as error:
         raise errors.busy("The server is shutting down.", 503) from error
     return [found[i] for i in range(len(rows))], newest
+
+
+def require_rows(model: served.Served, rows: Sequence[Sequence[int]]) -> None:
+    """Checks that the model can read rows.
+
+    Raises:
+        ApiError: a row is empty or too long.
+        InputError: an id is none of the model's.
+    """
+    for row in rows:
+        if not row:
+            raise errors.bad_request("A row must have at least one token to score.")
+        if len(row) > model.service.capacity:
+            raise errors.bad_request(
+                f"A row has {len(row)} tokens, more than the {model.service.capacity} "
+                f"of this server.",
+                "context_length_exceeded",
+            )
+        prompt_scores.require_ids(row, model.service.config)
 
 
 def by_id(

@@ -107,6 +107,9 @@ class FormsTest(server_test.ClientTest):
         ({"echo": True, "logprobs": 21}, "0..20"),
         ({"echo": True, "logprobs": -1}, "0..20"),
         ({"extra_body": {"prompt_logprobs": 21}}, "0..20"),
+        ({"echo": True, "max_tokens": 0, "prompt": [2**70]}, "Ids must lie in"),
+        ({"echo": True, "max_tokens": 0, "prompt": [-1]}, "Ids must lie in"),
+        ({"echo": True, "max_tokens": 0, "prompt": "a" * 769}, "more than the 768"),
         ({"echo": True, "logprobs": 1, "prompt": "", "max_tokens": 0}, "at least one"),
         (
             {"echo": True, "logprobs": 1, "prompt": "a" * 769, "max_tokens": 0},
