@@ -46,10 +46,19 @@ def load(
 
 
 def corpus_of(config: config_lib.TrainConfig) -> record.Corpus:
-    """Returns the texts of a run; Python's own where the run has no texts to read."""
+    """Returns the texts of a run; Python's own where the run has no texts to read.
+
+    Of a prepared run the percentage of its folders counts, so that a source given
+    instead, such as the one that was prepared, is split in the same way.
+
+    Raises:
+      InputError: a prepared folder cannot be read.
+    """
     data = config.data
-    if config.stage_record.feed != "text" or prepared.is_prepared(data):
+    if config.stage_record.feed != "text":
         return record.Corpus()
+    if prepared.is_prepared(data):
+        return record.Corpus(percent=prepared.held_out_percent(data))
     return record.Corpus(source=data.source, percent=data.held_out_percent)
 
 

@@ -5,10 +5,13 @@ import pathlib
 import jax
 from absl.testing import absltest
 
-from glm5_jax.evals import runner, subject
+from glm5_jax import config as config_lib
+from glm5_jax.data.sources import documents
+from glm5_jax.evals import held_out, record, runner, subject
 from glm5_jax.quantization import leaf
 from glm5_jax.weights import huggingface_export
-from tests import environment
+from tests import environment, small_configs
+from tests.data import corpora
 from tests.evals import subjects
 
 
@@ -58,6 +61,38 @@ class QuantizedTest(absltest.TestCase):
         stored = subject.load(self.folder / "folder")
         for name, figure in self.run_suites(stored, "stored").items():
             self.assertEqual(after[name], figure)
+
+
+class CorpusTest(absltest.TestCase):
+    def test_a_prepared_run_is_asked_what_its_folders_held_out(self):
+        root = pathlib.Path(self.create_tempdir().full_path)
+        source = corpora.write_jsonl(root / "source")
+        few, more = (
+            str(corpora.make_prepared(source, root / name, held_out_percent=percent))
+            for name, percent in (("few", 15), ("more", 30))
+        )
+
+        def percent(**data):
+            settings = config_lib.DataConfig(**data)
+            config = config_lib.TrainConfig(
+                data=settings, model=small_configs.DENSE_MODEL
+            )
+            return subject.corpus_of(config).percent
+
+        self.assertEqual([percent(source=few), percent(source=more)], [15, 30])
+        # What the smallest percentage holds out, no folder of a mixture trains on.
+        self.assertEqual(percent(mixture=(more, few)), 15)
+        self.assertEqual(percent(source=str(source), held_out_percent=7), 7)
+        corpus = record.Corpus(source=str(source), percent=percent(source=few))
+        asked = {text for texts in held_out._texts(corpus).values() for text in texts}
+        self.assertEqual(
+            asked,
+            {
+                document.text
+                for document in documents.read_documents(str(source))
+                if documents.is_held_out(document.name, 15)
+            },
+        )
 
 
 if __name__ == "__main__":

@@ -91,6 +91,19 @@ def sources(data: config.DataConfig) -> dict[str, pathlib.Path]:
     raise config.InputError(f"data.mixture names a folder twice: {data.mixture}.")
 
 
+def held_out_percent(data: config.DataConfig) -> int:
+    """Returns the percentage of the documents that every folder holds out.
+
+    A document is held out if sha256(name) % 100 is below a folder's percentage, so
+    what the smallest holds out is held out in all folders.
+
+    Raises:
+        config.InputError: a folder cannot be read.
+    """
+    indices = [index_lib.read(folder) for folder in sources(data).values()]
+    return min(index.settings["held_out_percent"] for index in indices)
+
+
 def stages(data: config.DataConfig) -> list[schedule_lib.Stage]:
     """Returns the weights of the sources, by the first row where they apply."""
     weights = data.mixture_weights or ((1.0,) * max(len(data.mixture), 1),)
