@@ -64,6 +64,20 @@ def batches(
         yield [*numbers], [*part], stacked
 
 
+@functools.lru_cache(maxsize=2)
+def digest(corpus: record.Corpus) -> str:
+    """Returns the SHA-256 of the held-out documents of each domain, in their order.
+
+    Raises:
+      InputError: the source cannot be read, or nothing in it is held out.
+    """
+    return documents.corpus_digest(
+        documents.Document(name, text)
+        for name, texts in _texts(corpus).items()
+        for text in texts
+    )
+
+
 def _packed(
     texts: Sequence[str], tokenizer: tokenizer_lib.Tokenizer, setting: record.Setting
 ) -> packing.Rows:

@@ -131,6 +131,7 @@ class Suite:
       rules: rules that a model and a length must keep.
       is_share: every figure counts successes, one trial a task: Wilson's interval.
       has_length: whether --suite_lengths says how long a task is.
+      rows_per_task: rows of held-out text in a task; 0 where tasks are none.
     """
 
     name: str
@@ -141,6 +142,7 @@ class Suite:
     rules: Callable[[config_lib.ModelConfig, int], list[Rule]] = lambda *_: []
     is_share: bool = False
     has_length: bool = True
+    rows_per_task: int = 0
 
 
 def generator(

@@ -24,7 +24,7 @@ from absl import logging
 
 from glm5_jax import config as config_lib
 from glm5_jax.config import attention, checks
-from glm5_jax.evals import catalogue, record, report
+from glm5_jax.evals import catalogue, held_out, record, report
 
 NUM_TASKS = 100
 Append = Callable[[int, record.Answer], None]
@@ -151,7 +151,7 @@ def _answers(
 ) -> list[record.Answer]:
     """Returns the answer to every task, stored or given now, in the tasks' order."""
     tasks = suite.tasks(setting, subject)
-    key = _key(suite, setting, digest)
+    key = "" if folder is None else _key(suite, setting, digest)
     with contextlib.ExitStack() as stack:
         done: dict[int, record.Answer] = {}
         append: Append | None = None
@@ -180,10 +180,15 @@ def _answers(
 
 
 def _key(suite: record.Suite, setting: record.Setting, digest: str) -> str:
-    """Returns what answers are stored under; the number of tasks is not in it."""
+    """Returns what answers are stored under; the number of tasks is not in it.
+
+    Questions and held-out text count by their content, which may change in its place.
+    """
     content = pathlib.Path(setting.questions).read_bytes() if setting.questions else b""
     corpus = dataclasses.astuple(setting.corpus)
     parts = [digest, suite.name, setting.length, setting.seed, *corpus]
+    if suite.rows_per_task:
+        parts.append(held_out.digest(setting.corpus))
     return hashlib.sha256(json.dumps(parts).encode() + content).hexdigest()[:16]
 
 

@@ -9,7 +9,7 @@ import jax
 from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
-from glm5_jax.evals import answering, catalogue, record, report, runner
+from glm5_jax.evals import answering, catalogue, held_out, record, report, runner
 from glm5_jax.training.reporting import suites
 from tests import environment, runs
 from tests.evals import subjects
@@ -77,6 +77,22 @@ class RunTest(runs.FolderTest):
         setting = record.Setting(length=length, **changes)
         key = runner._key(suite, setting, subject.digest())
         self.assertEmpty([*runner._stored(self.out, key)])
+
+    def test_answers_on_another_text_are_not_reused(self):
+        path = self.root / "text.txt"
+        setting = record.Setting(length=32, corpus=record.Corpus(source=str(path)))
+
+        def key(text, name="bits_per_byte"):
+            path.write_text(text)
+            held_out._texts.cache_clear()
+            held_out.digest.cache_clear()
+            return runner._key(catalogue.SUITES[name], setting, "model")
+
+        first = key("one line\n" * 40)
+        self.assertNotEqual(key("another\n" * 40), first)
+        self.assertEqual(key("one line\n" * 40), first)
+        # Suites that read no held-out text do not read the source.
+        self.assertEqual(key("", "needle"), key("any", "needle"))
 
     def test_shares_have_wilsons_interval_and_parts_students(self):
         answers = [record.Answer({"accuracy": (x, 1.0)}) for x in (1.0, 0.0, 1.0)]

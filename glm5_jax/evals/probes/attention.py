@@ -230,6 +230,7 @@ RECALL = record.Suite(
     name="recall",
     asks="The share of the attention's mass that falls on the indexer's selection.",
     tasks=held_out.rows,
+    rows_per_task=1,
     answer=_recall,
     needs=frozenset({"tokenizer", "latent"}),
     rules=_recall_rules,
@@ -238,6 +239,7 @@ LOGITS = record.Suite(
     name="attention_logits",
     asks="The largest attention logit of each head in a row.",
     tasks=held_out.rows,
+    rows_per_task=1,
     answer=_logits,
     needs=frozenset({"tokenizer", "softmax"}),
 )

@@ -97,6 +97,7 @@ SUITE = record.Suite(
     name="mtp",
     asks="How many drafted tokens the main model accepts, by depth.",
     tasks=held_out.rows,
+    rows_per_task=1,
     answer=_answer,
     needs=frozenset({"tokenizer", "mtp"}),
 )

@@ -90,6 +90,7 @@ SUITE = record.Suite(
     name="router",
     asks="How evenly the experts of a layer are used, and how sure its router is.",
     tasks=_tasks,
+    rows_per_task=GROUP,
     answer=_answer,
     needs=frozenset({"tokenizer", "experts"}),
 )

@@ -29,6 +29,7 @@ SUITE = record.Suite(
     name="bits_per_byte",
     asks="Bits per byte of held-out text, of each domain and of all.",
     tasks=held_out.rows,
+    rows_per_task=1,
     answer=_answer,
     needs=frozenset({"tokenizer"}),
 )
