@@ -125,7 +125,8 @@ class Suite:
       name: on the command line.
       asks: one sentence: what a task asks, or what is measured.
       tasks: makes the tasks of a setting. Task i depends on its number and not on
-        num_tasks, so that a later run with more tasks adds the missing ones.
+        num_tasks, so that a later run with more tasks adds the missing ones; the only
+        task of fewer rows than rows_per_task has num_tasks of them.
       answer: lets a model answer numbered tasks; yields them in any order.
       needs: parts that the model must have.
       rules: rules that a model and a length must keep.

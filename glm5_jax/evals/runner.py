@@ -183,12 +183,15 @@ def _key(suite: record.Suite, setting: record.Setting, digest: str) -> str:
     """Returns what answers are stored under; the number of tasks is not in it.
 
     Questions and held-out text count by their content, which may change in its place.
+    Of a task of several rows their number counts, which a short evaluation may lower.
     """
     content = pathlib.Path(setting.questions).read_bytes() if setting.questions else b""
     corpus = dataclasses.astuple(setting.corpus)
     parts = [digest, suite.name, setting.length, setting.seed, *corpus]
     if suite.rows_per_task:
         parts.append(held_out.digest(setting.corpus))
+    if setting.num_tasks < suite.rows_per_task:
+        parts.append(setting.num_tasks)
     return hashlib.sha256(json.dumps(parts).encode() + content).hexdigest()[:16]
 
 

@@ -94,6 +94,20 @@ class RunTest(runs.FolderTest):
         # Suites that read no held-out text do not read the source.
         self.assertEqual(key("", "needle"), key("any", "needle"))
 
+    def test_a_short_group_of_rows_is_not_reused_as_a_whole_one(self):
+        path = self.root / "rows.txt"
+        path.write_text("a line\n" * 40)
+        corpus = record.Corpus(source=str(path))
+
+        def key(num_tasks, name):
+            setting = record.Setting(length=32, num_tasks=num_tasks, corpus=corpus)
+            return runner._key(catalogue.SUITES[name], setting, "model")
+
+        router = [key(n, "router") for n in (3, 7, 8, 16)]
+        self.assertLen({*router}, 3)
+        self.assertEqual(router[2], router[3])
+        self.assertEqual(key(1, "recall"), key(16, "recall"))
+
     def test_shares_have_wilsons_interval_and_parts_students(self):
         answers = [record.Answer({"accuracy": (x, 1.0)}) for x in (1.0, 0.0, 1.0)]
         setting, suite = record.Setting(length=8), catalogue.SUITES["needle"]
