@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from glm5_jax import config as config_lib
+from glm5_jax import files
 from glm5_jax.evals import likelihood, record
 from glm5_jax.inference import scoring
 
@@ -34,7 +35,7 @@ def _tasks(setting: record.Setting, subject: record.Subject) -> list[Question]:
     """
     path = pathlib.Path(setting.questions or "")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = files.read_lines(path)
     except (OSError, UnicodeDecodeError) as error:
         raise config_lib.InputError(f"{path} cannot be read: {error}.") from error
     tokenizer = subject.words

@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -336,6 +337,13 @@ class KindsTest(SubstituteTest):
             except config.InputError as error:
                 self.assertIn(f"no problem in {split}", str(error))
         self.assertLen(splits, 1)
+
+    def test_a_line_of_a_file_ends_at_a_line_feed_alone(self):
+        content = '{"problem": "1\u2028+ 1", "answer": "2\x85"}\n'
+        path = self.create_tempfile(content=content)
+        found = algebra._read(pathlib.Path(path.full_path))
+        [draft] = [draft for drafts in found.values() for draft in drafts]
+        self.assertEqual(draft.question, "1\u2028+ 1")
 
     @parameterized.parameters(
         ('\n{"problem": "2x"}', ":2 is no problem"),

@@ -34,6 +34,11 @@ def call(arguments, name="f"):
 
 
 class CheckTest(parameterized.TestCase):
+    def test_a_line_ends_at_a_line_feed_alone(self):
+        path = self.create_tempfile(content='["a\u2028b"]\n\n["c\x85d"]\n').full_path
+        lines = function_calls._lines(pathlib.Path(path))
+        self.assertEqual(lines, [["a\u2028b"], ["c\x85d"]])
+
     def test_right_calls(self):
         for arguments in (GOOD, {**GOOD, "a": 2}, {**GOOD, "b": "new-york"}):
             self.assertTrue(call_check.is_right(call(arguments), WANTED), arguments)

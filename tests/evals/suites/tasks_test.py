@@ -224,6 +224,14 @@ class MultipleChoiceTest(absltest.TestCase):
         self.assertEqual(found, [0.0, 1.0])
         np.testing.assert_array_equal(tasks[0].sizes, [6, 4, 9])
 
+    def test_a_line_ends_at_a_line_feed_alone(self):
+        choices = ["b\u2028c", "d\x85e"]
+        line = {"question": "a\u2029", "choices": choices, "answer": 1}
+        setting = self.write(json.dumps(line, ensure_ascii=False), line, "")
+        tasks = self.suite.tasks(setting, SUBJECT)
+        self.assertLen(tasks, 2)
+        self.assertEqual(SUBJECT.words.decode(tasks[0].choices[0]), choices[0])
+
     def test_bad_lines_are_named(self):
         good = {"question": "a", "choices": ["b", "c"], "answer": 1}
         for bad in ("{", {**good, "answer": 2}, {**good, "choices": "bc"}, [1]):

@@ -75,6 +75,12 @@ class ArticlesTest(absltest.TestCase):
         self.assertEqual(linked.sources, ((1,), (0,)))
         self.assertEqual(linked.find(" AL "), 0)
 
+    def test_a_line_ends_at_a_line_feed_alone(self):
+        path = self.folder / "own.jsonl"
+        path.write_text('{"title": "a", "text": "b\u2028c\x85d"}\n', encoding="utf-8")
+        [article] = articles.read.__wrapped__(str(path)).articles
+        self.assertEqual(article.text, "b\u2028c\x85d")
+
     def test_wrong_lines_are_named(self):
         path = self.folder / "own.jsonl"
         good = '{"title": "a", "text": "b"}\n'
