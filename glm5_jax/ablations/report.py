@@ -42,14 +42,13 @@ def collect(plan: runner.Plan) -> list[results.Result]:
         if not done:
             continue
         config = done[0].config
-        is_text = config.stage_record.feed != "rollouts"
-        data = config.data
+        data, has_rows = config.data, config.stage_record.has_batch_size
         found.append(
             results.Result(
                 arm=arm,
                 seeds=tuple(job.seed for job in done),
                 records=tuple(results.records(job.folder) for job in done),
-                tokens_per_step=data.batch_size * data.sequence_length * is_text,
+                tokens_per_step=data.batch_size * data.sequence_length * has_rows,
                 rate=config.optim.learning_rate,
             )
         )

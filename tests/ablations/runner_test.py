@@ -217,6 +217,9 @@ class SweepTest(absltest.TestCase):
             runner.run_all(plan, 1, [])
         self.assertEqual(calls.call_count, 2 * 2 + 2)
         rates = {r.arm.name: r.rate for r in report.collect(plan)}
+        of_steps = {r.tokens_per_step for r in report.collect(plan)}
+        data = plan.jobs()[0].config.data
+        self.assertEqual(of_steps, {data.batch_size * data.sequence_length})
         self.assertEqual(rates, {"one": 0.1, "two": 0.01})
         self.assertEqual([r.seeds for r in report.collect(plan)], [(0, 1), (0, 1)])
         text = report.write(plan, "swept", "python -m x").read_text()

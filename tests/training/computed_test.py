@@ -9,8 +9,9 @@ import numpy as np
 from absl.testing import parameterized
 
 from glm5_jax import config as config_lib
+from glm5_jax import intervals
 from glm5_jax.data import tokenizer as tokenizer_lib
-from glm5_jax.evals import runner
+from glm5_jax.evals import report, runner
 from glm5_jax.model import transformer
 from glm5_jax.quantization import leaf, schemes
 from glm5_jax.rl import held_out
@@ -68,8 +69,11 @@ class ComputedTest(parameterized.TestCase):
         config = aware(config_lib.TrainConfig(model=MODEL), "int4")
         config = dataclasses.replace(config, eval_suites=("bits_per_byte",))
         params = tiny.params(MODEL)
-        with mock.patch.object(runner, "run", return_value=[]) as run:
-            suites.evaluate(config, params, tokenizer_lib.byte_tokenizer())
+        half = intervals.Interval(0.5, 0.0, 1.0, 2)
+        one = report.Result("humaneval", None, 0, {"accuracy": half})
+        with mock.patch.object(runner, "run", return_value=[one]) as run:
+            found = suites.evaluate(config, params, tokenizer_lib.byte_tokenizer())
+        self.assertEqual(found, {"eval/humaneval/accuracy": 0.5})
         player = player_lib.Player.__new__(player_lib.Player)
         player._config = config
         with (

@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from glm5_jax import config, files, messages
+from glm5_jax import config, messages
 from glm5_jax.environments import proofs, protocol
 from glm5_jax.environments.tasks import problems, symbolic
 
@@ -132,7 +132,7 @@ def _boxed(latex: str) -> messages.Message:
 def _read(path: pathlib.Path) -> Mapping[str, list[_Draft]]:
     """Returns the problems of a file by split."""
     try:
-        lines = files.read_lines(path)
+        lines = path.read_text(encoding="utf-8").split("\n")  # not at U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise config.InputError(f"{FILE_PREFIX}{path} is not readable: {error}.") from (
             error

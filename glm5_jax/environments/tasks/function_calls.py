@@ -13,7 +13,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from glm5_jax import config, files, messages
+from glm5_jax import config, messages
 from glm5_jax.environments import proofs, protocol
 from glm5_jax.environments.tasks import call_check
 
@@ -154,7 +154,8 @@ def _read(category: str) -> list[protocol.Task]:
 
 
 def _lines(path: pathlib.Path) -> list[Any]:
-    return [json.loads(line) for line in files.read_lines(path) if line]
+    lines = path.read_text("utf-8").split("\n")  # not at U+2028, as splitlines
+    return [json.loads(line) for line in lines if line]
 
 
 def _name(name: str) -> str:

@@ -7,7 +7,7 @@ import jax
 from glm5_jax import config as config_lib
 from glm5_jax.config import checks
 from glm5_jax.data import tokenizer as tokenizer_lib
-from glm5_jax.evals import record, runner, subject
+from glm5_jax.evals import record, report, runner, subject
 from glm5_jax.training import computed
 
 
@@ -32,7 +32,10 @@ def require(config: config_lib.TrainConfig) -> None:
 def evaluate(
     config: config_lib.TrainConfig, params: dict, tokenizer: tokenizer_lib.Tokenizer
 ) -> dict[str, float]:
-    """Returns the figures of every suite as eval/SUITE/LENGTH/FIGURE."""
+    """Returns the figures of every suite as eval/SUITE/LENGTH/FIGURE.
+
+    LENGTH is left out of those of suites without one.
+    """
     if not config.eval_suites:
         return {}
     model = record.Subject(
@@ -49,10 +52,16 @@ def evaluate(
         seed=config.seed,
     )
     return {
-        f"eval/{result.suite}/{result.length}/{name}": interval.mean
+        _name(result, figure): interval.mean
         for result in results
-        for name, interval in result.figures.items()
+        for figure, interval in result.figures.items()
     }
+
+
+def _name(result: report.Result, figure: str) -> str:
+    """Returns the name of a figure in the metrics."""
+    parts = "eval", result.suite, result.length, figure
+    return "/".join(str(part) for part in parts if part is not None)
 
 
 def _lengths(config: config_lib.TrainConfig) -> Sequence[int]:

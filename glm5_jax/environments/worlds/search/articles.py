@@ -18,7 +18,7 @@ import string
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from glm5_jax import config, files
+from glm5_jax import config
 from glm5_jax.environments.worlds.search import manuals
 
 FOLDOC = pathlib.Path("/usr/share/dictd/foldoc")
@@ -124,7 +124,8 @@ def read(name: str) -> Graph:
             f"The collection must be foldoc, manpages or a file .jsonl that is there, "
             f"got {name!r}."
         )
-    lines = files.read_lines(path)
+    text = path.read_text(encoding="utf-8").removesuffix("\n")
+    lines = text.split("\n") if text else []  # not at U+2028, as splitlines
     return link([_of_record(line, f"{path}:{i}") for i, line in enumerate(lines, 1)])
 
 
