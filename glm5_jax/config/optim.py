@@ -26,7 +26,7 @@ class LossConfig:
     balance_weight: float = 1e-4
     # Weight of the indexer's KL divergence; Megatron-Bridge's default.
     indexer_weight: float = 1e-3
-    z_weight: float = 0.0  # of the squared log-sum-exp of the head's logits (PaLM)
+    z_weight: float = 0.0  # weight of the logits' squared log-sum-exp (PaLM); 0: off
     # Step of the router's bias, which balances without a loss (GLM-4.5 report).
     router_bias_rate: float = 1e-3
     # Later values of router_bias_rate, as in mtp_weight_changes: GLM-4.5 has
