@@ -201,7 +201,7 @@ class RetryTest(RouterTest):
         home, others = await self.home()
         home.mode = "silent"
         asked = asyncio.create_task(self.chat())
-        await until(lambda: home.seen)
+        await until(lambda: home.num_silent)
         home.mode = "unwell"  # out of service, and lost after a while
         status, text = await asked
         self.assertEqual(status, 200)
