@@ -1,4 +1,4 @@
-"""Files written atomically, cached files that can be made again, lines of a text."""
+"""Files written atomically, and cached files that can be made again."""
 
 import contextlib
 import os
@@ -65,15 +65,6 @@ def write_atomically(
 def write_text(path: pathlib.Path, text: str) -> None:
     """Writes a text file atomically."""
     write_atomically(path, lambda new: _write_text(new, text))
-
-
-def read_lines(path: pathlib.Path) -> list[str]:
-    """Returns the lines of a text file, which end at a line feed and nowhere else.
-
-    `str.splitlines` also cuts at U+2028 and others, which JSON allows in a string.
-    """
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return lines if lines[-1] else lines[:-1]
 
 
 def sync_folder(folder: str | os.PathLike) -> None:

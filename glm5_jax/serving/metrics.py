@@ -40,7 +40,8 @@ def _lines(stats: service_lib.Stats, door: guard.Guard) -> Iterator[str]:
         for name, (field, text) in names.items():
             yield _head(name, kind, text)
             number = getattr(stats, field)  # a bool counts as an int
-            shown = repr(number) if isinstance(number, float) else f"{number:d}"
+            is_int = isinstance(number, int)
+            shown = f"{number:d}" if is_int else repr(float(number))
             yield f"glm5_jax_{name} {shown}\n"
     yield _head("requests_ended_total", "counter", "Requests that ended, by reason.")
     for reason, number in sorted(stats.ended.items()):

@@ -65,6 +65,10 @@ class ApplyTest(parameterized.TestCase):
         ]
         np.testing.assert_allclose(got, want, atol=ATOL)
 
+    def test_logits_stay_finite_with_any_repetition_penalty(self):
+        made = adjustments.make([(request(repetition_penalty=1e-39), [2])], CAPACITY)
+        self.assertTrue(np.isfinite(adjustments.apply(LOGITS[:1], made)).all())
+
     @parameterized.parameters(
         ("presence_penalty", 1.0),
         ("frequency_penalty", 1.0),

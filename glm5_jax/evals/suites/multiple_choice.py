@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from glm5_jax import config as config_lib
-from glm5_jax import files
 from glm5_jax.evals import likelihood, record
 from glm5_jax.inference import scoring
 
@@ -35,9 +34,10 @@ def _tasks(setting: record.Setting, subject: record.Subject) -> list[Question]:
     """
     path = pathlib.Path(setting.questions or "")
     try:
-        lines = files.read_lines(path)
+        text = path.read_text(encoding="utf-8").removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise config_lib.InputError(f"{path} cannot be read: {error}.") from error
+    lines = text.split("\n") if text else []  # not at U+2028, as splitlines
     tokenizer = subject.words
     found = []
     for number, line in enumerate(lines[: setting.num_tasks], start=1):

@@ -77,7 +77,10 @@ def check(config: config_lib.TrainConfig, workdir: str | None = None) -> str:
 def _has_checkpoint(workdir: str) -> bool:
     """Returns whether a folder, or an address of a bucket, holds a checkpoint."""
     if bucket.is_address(workdir):
-        return bool(copies.sealed(bucket.Bucket(workdir).objects()))
+        try:
+            return bool(copies.sealed(bucket.Bucket(workdir).objects()))
+        except config_lib.InputError:  # `_bucket_state` says it beside other errors
+            return False
     return run_folder.has_checkpoint(pathlib.Path(workdir).expanduser())
 
 
