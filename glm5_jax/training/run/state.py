@@ -30,7 +30,7 @@ from glm5_jax.training.feeds import rollouts as rl
 from glm5_jax.training.reporting import metrics as metrics_lib
 from glm5_jax.training.run import folder as run_folder
 from glm5_jax.training.run import health as health_lib
-from glm5_jax.training.run import host_memory, same_data
+from glm5_jax.training.run import host_memory, same_data, same_tokenizer
 from glm5_jax.training.run import rows as rows_lib
 from glm5_jax.weights import companions, loading
 
@@ -324,50 +324,16 @@ def _fill(run: Run) -> None:
     config, workdir, program = run.config, run.workdir, run.program
     if run.checkpoints.latest_step() is not None:
         run.resume()
-        run.tokenizer = _same_tokenizer(workdir, run.feed.tokenizer, run.tokenizer)
+        run.tokenizer = same_tokenizer.keep(workdir, run.feed.tokenizer, run.tokenizer)
         logging.info("Resumes from step %d in %s.", run.step, workdir)
         return
     if run.copies:  # of an earlier start that had no checkpoint
         run.copies.drop()
     if together.is_first():
         companions.into_training(workdir, config.init_from, run.feed.tokenizer)
-    run.tokenizer = _same_tokenizer(workdir, run.feed.tokenizer)
+    run.tokenizer = same_tokenizer.keep(workdir, run.feed.tokenizer)
     run.params, run.opt_state = initial(config, program)
     run.critic_state = run.critic.init(run.params)
-
-
-def _same_tokenizer(
-    workdir: pathlib.Path, tokenizer: tokenizer_lib.Tokenizer, wanted: str = ""
-) -> str:
-    """Returns the SHA-256 of the run's tokenizer.json; repairs the file if needed.
-
-    Evaluations and exports of the run read that file. A damaged one is written again if
-    the feed's tokenizer is the same; one that came with init_from cannot be.
-
-    Args:
-      workdir: folder of the run.
-      tokenizer: of the feed.
-      wanted: SHA-256 that the checkpoint holds; "": any.
-
-    Raises:
-      DamagedError: the file is another, and cannot be written again.
-    """
-
-    def repaired() -> str:
-        path = workdir / companions.TOKENIZER
-        found = tokenizer_lib.digest_of(path) if path.exists() else ""
-        if not wanted or found == wanted:
-            return found
-        if tokenizer.digest != wanted:
-            raise config_lib.DamagedError(
-                f"{path} is not the file that the run began with, whose SHA-256 is "
-                f"{wanted}; copy it there from init_from or data.tokenizer."
-            )
-        tokenizer.save(path)
-        logging.error("%s WAS DAMAGED and is written again.", path)
-        return wanted
-
-    return together.from_first("tokenizer.json", repaired)
 
 
 def initial(
