@@ -115,7 +115,7 @@ class Grid:
         config = rl_config(cell, self._settings, self._start(cell.seed))
         program, step = self._program(cell.objective, config)
         began, cpu = time.perf_counter(), time.process_time()
-        params, opt_state = state.initial(config, program)
+        params, opt_state = state.initial(config, program, {})
         if cell.seed not in self._starts:
             self._starts[cell.seed] = self._success(params)
         seen, judged = [], None

@@ -13,7 +13,7 @@ from absl import logging
 
 from glm5_jax import config as config_lib
 from glm5_jax.model import invariance
-from glm5_jax.training import computed, policy, program
+from glm5_jax.training import computed, pinned, policy, program
 from glm5_jax.weights import loading
 
 Batch = Mapping[str, Any]
@@ -26,8 +26,12 @@ def unchanged(batch: Batch) -> Batch:
     return batch
 
 
-def require(config: config_lib.TrainConfig) -> bool:
+def require(config: config_lib.TrainConfig, steps: pinned.Steps) -> bool:
     """Checks a reference other than init_from without reading weights.
+
+    Args:
+      config: of the run.
+      steps: that the run reads of other runs; of others the newest is checked.
 
     Returns:
       Whether there is one.
@@ -37,40 +41,55 @@ def require(config: config_lib.TrainConfig) -> bool:
     """
     if config.reference is None or config.reference == config.init_from:
         return False
-    require_policy(config, config.reference, "rl.reference")
+    require_policy(config, config.reference, "rl.reference", steps)
     return True
 
 
 def make(
-    config: config_lib.TrainConfig, prepared: program.Program
+    config: config_lib.TrainConfig, prepared: program.Program, steps: pinned.Steps
 ) -> Callable[[Batch], Batch]:
     """Returns what fills reference_logprobs of a batch on the devices.
 
     Each of its tokens goes to the experts that the reference itself chooses.
+
+    Args:
+      config: of the run.
+      prepared: its program.
+      steps: that the run reads of other runs.
 
     Raises:
       InputError: there are no usable weights at config.reference.
     """
     if config.reference is None:
         return unchanged
-    require(config)
+    require_policy(config, config.reference, "the reference", steps)
     logprobs = scorer(config, prepared)
-    params = read(config, config.reference, prepared)
+    params = read(config, pinned.path(steps, config.reference), prepared)
     return lambda batch: {**batch, policy.REFERENCE: logprobs(params, batch)}
 
 
-def require_policy(config: config_lib.TrainConfig, folder: str, field: str) -> None:
+def require_policy(
+    config: config_lib.TrainConfig, folder: str, field: str, steps: pinned.Steps
+) -> None:
     """Checks that a folder has weights of the run's model, without reading any.
 
+    Args:
+      config: of the run.
+      folder: as the config names it.
+      field: of the config, for the message.
+      steps: that the run reads of other runs.
+
     Raises:
-      InputError: names the field of the config and says what is wrong.
+      InputError: names the field and says what is wrong.
     """
-    started = dataclasses.replace(config, init_from=folder)
+    place = pinned.path(steps, folder)
+    started = dataclasses.replace(config, init_from=place)
     try:
         loading.require_same_mathematics(started)
-        loading.require_params(folder, config.model)
+        loading.require_params(place, config.model)
     except config_lib.InputError as error:
-        raise config_lib.InputError(f"{field}: {error}") from error
+        why = pinned.explanation(steps, folder)
+        raise config_lib.InputError(f"{field}: {error}{why}") from error
 
 
 def read(

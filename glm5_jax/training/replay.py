@@ -76,6 +76,7 @@ def replay(
     config = config_of(workdir)
     checkpoints = step_folder.absolute(workdir) / "checkpoints"
     saved = step_folder.numbers(checkpoints)
+    steps = manager.read_metadata(workdir).get("pinned", {}) if saved else {}
     if skipped is None:
         first, last = _span(episode_files.numbers(workdir), saved, last)
     else:
@@ -91,10 +92,10 @@ def replay(
             params, opt_state = state["params"], state["opt_state"]
             judge = {name: state[name] for name in critic.state}
         else:
-            params, opt_state = run_lib.initial(config, program)
+            params, opt_state = run_lib.initial(config, program, steps)
             judge = critic.init(params)
-        with_reference = reference.make(config, program)
-        with_teachers = teachers.make(config, program)
+        with_reference = reference.make(config, program, steps)
+        with_teachers = teachers.make(config, program, steps)
         learn = program.compile(config.num_rows)
         metrics: dict[str, Any] = {}
         for step in range(first + 1, last + 1):
@@ -102,8 +103,7 @@ def replay(
                 kept = episode_files.read(workdir, step)
             else:
                 kept = _read(workdir, step, skipped - (last - step))
-            groups = [[*group] for group in kept.groups]
-            batch = policy_batch.make(config, groups, kept.position)
+            batch = policy_batch.make(config, [*map(list, kept.groups)], kept.position)
             placed = jax.device_put(batch, program_lib.batch_place(mesh))
             placed = with_teachers(with_reference(placed))
             judge, placed, judged = critic.step(judge, placed)

@@ -1,6 +1,7 @@
 """A policy that stays near another one and random: its loss, runs and replays."""
 
 import dataclasses
+import shutil
 from unittest import mock
 
 import jax
@@ -63,7 +64,7 @@ class ReferenceTest(runs.OneDeviceTest):
         program = program_lib.make_program(self.config, runs.first_devices())
         batch = self.batch()
         with jax.set_mesh(program.mesh):
-            filled = reference.make(self.config, program)(batch)
+            filled = reference.make(self.config, program, {})(batch)
         params = runs.params_of(self.run_folder, self.config.model)
         mask = batch["loss_mask"] > 0
 
@@ -104,12 +105,39 @@ class ReferenceTest(runs.OneDeviceTest):
             found["rl/exact_entropy"], entropy.sum() / count, places=4
         )
 
+    def test_a_resumed_run_reads_the_step_that_it_began_with(self):
+        start, run = self.root / "goes_on", self.root / "resumed"
+        shutil.copytree(self.start, start)
+        config = dataclasses.replace(self.config, init_from=str(start), num_steps=1)
+        loop.train(config, run)
+        checkpoints = manager.CheckpointManager(start, 1)  # which keeps the newest
+        other = rl_runs.initial_params(dataclasses.replace(config, seed=7))
+        checkpoints.save(2, {"params": jax.device_put(other)}, {})
+        longer = dataclasses.replace(config, num_steps=2)
+        checkpoints.close()
+        with self.assertRaisesRegex(
+            config_lib.InputError, "the reference: .*began with step 1 of .*goes_on"
+        ):
+            loop.train(longer, run)
+        with self.assertRaisesRegex(config_lib.InputError, "goes_on/checkpoints/1"):
+            replay.replay(run)
+        kept = self.start / "checkpoints" / "1"
+        shutil.copytree(kept, start / "checkpoints" / "1")
+        loop.train(longer, run)
+        for name in ("rl/reference_kl", "train/loss"):
+            here, there = (
+                metrics.read(folder / "metrics.jsonl")[1][name]
+                for folder in (run, self.run_folder)
+            )
+            self.assertEqual(here, there)
+        self.assertTrue(replay.replay(run).is_same)
+
     def test_a_mesh_gives_the_step_what_it_takes(self):
         mesh = runs.first_devices(fsdp=2)
         program = program_lib.make_program(self.config, mesh)
         with jax.set_mesh(mesh):
             batch = jax.device_put(self.batch(), program_lib.batch_place(mesh))
-            found = reference.make(self.config, program)(batch)[policy.REFERENCE]
+            found = reference.make(self.config, program, {})(batch)[policy.REFERENCE]
         self.assertEqual(found.sharding, program.batch[policy.REFERENCE].sharding)
 
     def batch(self):

@@ -83,7 +83,7 @@ class TeachersTest(runs.OneDeviceTest):
     def test_each_token_has_its_teacher_whose_advantage_is_that_of_the_formula(self):
         batch = self.batch()
         with jax.set_mesh(self.program.mesh):
-            filled = dict(teachers.make(self.config, self.program)(batch))
+            filled = dict(teachers.make(self.config, self.program, {})(batch))
         own = rl_runs.initial_params(self.config)
         score = jax.jit(policy.token_logprobs, static_argnums=1)
         first, second, ours = (

@@ -1,6 +1,7 @@
 """The checks of --dry_run: everything that a start needs, except its devices."""
 
 import pathlib
+from collections.abc import Mapping
 
 from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import manager
@@ -55,9 +56,10 @@ def check(config: config_lib.TrainConfig, workdir: str | None = None) -> str:
     except config_lib.InputError as error:
         errors.append(str(error))
     try:
-        if reference.require(config):
+        steps = _pinned(workdir) if resumes else {}
+        if reference.require(config, steps):
             found.append(f"rl.reference: {config.reference} has every parameter")
-        teachers.require(config)
+        teachers.require(config, steps)
         found += [f"rl.teachers: {x} has every parameter" for x in config.teachers]
     except config_lib.InputError as error:
         errors.append(str(error))
@@ -82,6 +84,14 @@ def _has_checkpoint(workdir: str) -> bool:
         except config_lib.InputError:  # `_bucket_state` says it beside other errors
             return False
     return run_folder.has_checkpoint(pathlib.Path(workdir).expanduser())
+
+
+def _pinned(workdir: str | None) -> Mapping[str, int]:
+    """Returns the steps of other runs that the run in a folder reads, if it says so."""
+    if workdir is None or bucket.is_address(workdir):
+        return {}
+    folder = pathlib.Path(workdir).expanduser()
+    return manager.read_metadata(folder).get("pinned", {})
 
 
 def _feed_lines(config: config_lib.TrainConfig, feed: feed_lib.Feed) -> list[str]:

@@ -22,6 +22,7 @@ from glm5_jax.config import checks, stages
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.processes import together
 from glm5_jax.training import critic as critic_lib
+from glm5_jax.training import pinned as pinned_lib
 from glm5_jax.training import program as program_lib
 from glm5_jax.training import reference, teachers
 from glm5_jax.training.feeds import corpus
@@ -55,6 +56,7 @@ class Run:
     health: health_lib.Health
     rows: Mapping[int, Sequence[int]]  # that this process makes, by size of a batch
     tokenizer: str = ""  # SHA-256 of the run's tokenizer.json
+    pinned: pinned_lib.Steps = dataclasses.field(default_factory=dict)  # of other runs
     rolled_back_to: int | None = None  # by the last rollback
     params: dict = dataclasses.field(default_factory=dict)
     opt_state: Any = None
@@ -140,6 +142,7 @@ class Run:
             "config": command_line.to_json_dict(self.config),
             "data": self.feed.fingerprint,
             "tokenizer": self.tokenizer,
+            "pinned": self.pinned,
             "health": self.health.memory(),
             "feed": self.feed.memory(self.position),
             "metrics": {k: v for k, v in metrics.items() if k.startswith("eval/")},
@@ -233,6 +236,7 @@ class Run:
         self.critic_state = {name: state[name] for name in self.critic.state}
         self.num_left_out = metadata.get("position", self.step) - self.step
         self.tokenizer = metadata.get("tokenizer", "")
+        self.pinned = metadata.get("pinned", self.pinned)
         self.evaluation = metadata.get("metrics", {})
         self.feed.resume(metadata.get("feed", {}))
         self.restore_seconds = time.perf_counter() - began
@@ -302,8 +306,8 @@ def start(config: config_lib.TrainConfig, workdir: pathlib.Path, mesh: Mesh) -> 
         )
         _fill(run)
         feed.begin(workdir, run.step)
-        run.with_reference = reference.make(config, program)
-        run.with_teachers = teachers.make(config, program)
+        run.with_reference = reference.make(config, program, run.pinned)
+        run.with_teachers = teachers.make(config, program, run.pinned)
         with jax.set_mesh(mesh):
             run.compile(beside=lambda: feed.prepare(run.params, run.to_devices))
         undo.pop_all()
@@ -325,6 +329,7 @@ def _fill(run: Run) -> None:
     if run.checkpoints.latest_step() is not None:
         run.resume()
         run.tokenizer = same_tokenizer.keep(workdir, run.feed.tokenizer, run.tokenizer)
+        run.pinned = pinned_lib.resolve(config, run.pinned)
         logging.info("Resumes from step %d in %s.", run.step, workdir)
         return
     if run.copies:  # of an earlier start that had no checkpoint
@@ -332,17 +337,27 @@ def _fill(run: Run) -> None:
     if together.is_first():
         companions.into_training(workdir, config.init_from, run.feed.tokenizer)
     run.tokenizer = same_tokenizer.keep(workdir, run.feed.tokenizer)
-    run.params, run.opt_state = initial(config, program)
+    run.pinned = pinned_lib.resolve(config, None)
+    run.params, run.opt_state = initial(config, program, run.pinned)
     run.critic_state = run.critic.init(run.params)
 
 
 def initial(
-    config: config_lib.TrainConfig, program: program_lib.Program
+    config: config_lib.TrainConfig,
+    program: program_lib.Program,
+    steps: pinned_lib.Steps,
 ) -> tuple[dict, Any]:
-    """Returns the parameters, drawn or read, and the optimizer state of step 0."""
+    """Returns the parameters, drawn or read, and the optimizer state of step 0.
+
+    Args:
+      config: of the run.
+      program: of the run.
+      steps: that it reads of other runs.
+    """
     if config.init_from is None:
         return program.initial(config.seed)
-    params = loading.load_params(config.init_from, config.model, program.params)
+    place = pinned_lib.path(steps, config.init_from)
+    params = loading.load_params(place, config.model, program.params)
     places = program_lib.places(program.opt_state)
     init = jax.jit(program.optimizer.init, out_shardings=places)
     return params, init(params)
