@@ -6,6 +6,7 @@ searches have found. What is done is skipped, and what was stopped resumes.
 """
 
 import dataclasses
+import itertools
 import json
 import pathlib
 import subprocess
@@ -44,15 +45,18 @@ class Job(NamedTuple):
     @property
     def is_done(self) -> bool:
         """Tells whether the run is over and measured."""
-        path = self.folder / "summary.json"
         if not (self.folder / results.MEASURED).is_file():
             return False
         if not self.is_trained:
             return True
-        if not path.is_file():
-            return False
-        summary = json.loads(path.read_text(encoding="utf-8"))
-        return self.config.is_over(summary["steps"], summary)
+        summary = self.summary
+        return bool(summary) and self.config.is_over(summary["steps"], summary)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Returns what the run's summary.json holds; empty before the run has ended."""
+        path = self.folder / "summary.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,6 +117,20 @@ class Plan:
         if not waits and (job := self.chosen(arm, seed)):
             yield job
 
+    def parents(self, arm: study_lib.Arm, seed: int) -> list[Job]:
+        """Returns the runs, one for each rate, from which an arm may begin."""
+        if not arm.after:
+            return []
+        before = self.study.arm(arm.after)
+        rates = self.study.rates if self._is_swept(before) else (None,)
+        return [self._job(before, seed, rate) for rate in rates]
+
+    def begun(self, arm: study_lib.Arm, seed: int) -> list[pathlib.Path]:
+        """Returns the folders that an arm and its search have, if they have begun."""
+        folders = [self.workdir / study_lib.slug(arm.name) / f"seed_{seed}"]
+        folders += [self.search_folder(arm, seed)] if arm.search else []
+        return [folder for folder in folders if folder.exists()]
+
     def _before(self, arm: study_lib.Arm, seed: int) -> Job | None:
         return self.chosen(self.study.arm(arm.after), seed)
 
@@ -152,8 +170,8 @@ def check(plan: Plan) -> None:
     """Checks every config and every folder before anything compiles.
 
     Raises:
-      InputError: a config is wrong, a suite does not exist, or a folder
-        holds another run.
+      InputError: a config is wrong, a suite does not exist, a folder holds another
+        run, or a run is to go on from whose end others have begun.
     """
     from glm5_jax.training.run import folder as run_folder
 
@@ -165,6 +183,21 @@ def check(plan: Plan) -> None:
     for job in plan.jobs():
         if job.is_trained:
             run_folder.require_usable(job.folder, job.config)
+    for arm, seed in itertools.product(plan.study.arms, plan.seeds):
+        for folder in plan.begun(arm, seed):
+            for job in plan.parents(arm, seed):
+                _require_same_end(job, folder)
+
+
+def _require_same_end(job: Job, child: pathlib.Path) -> None:
+    """Checks that a run does not go on after others have begun from its end."""
+    summary = job.summary
+    if summary and not job.config.is_over(summary["steps"], summary):
+        raise config_lib.InputError(
+            f"arm {job.arm!r}, seed {job.seed}, ended at step {summary['steps']} and "
+            f"is now to have {job.config.num_steps}, but {child} began from that end. "
+            f"Give another --workdir, or delete what began from it."
+        )
 
 
 def run_all(plan: Plan, parallel: int, command: Sequence[str]) -> None:

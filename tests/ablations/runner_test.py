@@ -11,6 +11,7 @@ from absl.testing import absltest
 from glm5_jax import config as config_lib
 from glm5_jax.ablations import measures, report, results, runner, searches, study
 from glm5_jax.training import loop
+from glm5_jax.training.run import folder as run_folder
 from tests import environment, runs, small_configs
 
 BITS = study.Metric(
@@ -261,6 +262,39 @@ class ChildrenTest(absltest.TestCase):
         self.assertCountEqual(order, [f"{a}/seed_{s}" for a in "ab" for s in (0, 1)])
         for seed in ("seed_0", "seed_1"):
             self.assertLess(order.index(f"a/{seed}"), order.index(f"b/{seed}"))
+
+    def test_a_finished_arm_from_which_others_began_is_not_trained_on(self):
+        root = pathlib.Path(self.create_tempdir().full_path)
+        search = Search()
+        made = study.Study(
+            question="?",
+            base=small_configs.text_run("python", "", num_steps=2),
+            arms=(
+                study.Arm(name="a"),
+                study.Arm(name="b", after="a", is_trained=False),
+                study.Arm(name="c", after="a", search=search),
+            ),
+            metrics=(BITS,),
+        )
+        plan = runner.Plan(study=made, workdir=root, num_seeds=2)
+        longer = dataclasses.replace(plan, overrides=(("num_steps", "4"),))
+        [first] = [job for job in plan.jobs() if job.name == "a/seed_1"]
+        run_folder.claim(first.folder, first.config)
+        (first.folder / "summary.json").write_text('{"steps": 2}')
+        runner.check(longer)
+        for folder in (
+            root / "b" / "seed_1",
+            root / "c" / "seed_1",
+            plan.search_folder(made.arms[2], 1),
+        ):
+            folder.mkdir(parents=True)
+            runner.check(plan)
+            with self.assertRaisesRegex(
+                config_lib.InputError, f"ended at step 2 .* 4.*{folder}.*--workdir"
+            ):
+                runner.check(longer)
+            folder.rmdir()
+        runner.check(longer)
 
     def test_a_child_that_fails_ends_the_study(self):
         with self.assertRaisesRegex(RuntimeError, "arm 'bad'(.|\n)*a message"):
