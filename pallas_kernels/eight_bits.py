@@ -7,7 +7,8 @@ compute the same products. DeepSeek's indexers have keys and queries of this for
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax import lax
+from jaxtyping import Array, Float, Int, Shaped
 
 MOST = 448.0  # the largest code
 LEAST = -100  # exponent: the least code times its power is a normal number of bfloat16
@@ -47,6 +48,12 @@ def power(exponents: Int[Array, "*n"]) -> Float[Array, "*n"]:
 def are_codes(x: Array) -> bool:
     """Returns whether an array has codes, which need exponents."""
     return x.dtype == jnp.float8_e4m3fn
+
+
+def of_bytes(x: Shaped[Array, "*n J"]) -> Shaped[Array, "*n J"]:
+    """Returns the codes that uint8 stands for, and other arrays as they are."""
+    is_bytes = x.dtype == jnp.uint8
+    return lax.bitcast_convert_type(x, jnp.float8_e4m3fn) if is_bytes else x
 
 
 def checked(op: str, q: Array, k: Array, exponents: Array | None) -> Array | None:

@@ -18,7 +18,7 @@ TPU_LANES = 128  # of a tile, which rows fill
 
 def decode_indexer_topk(
     q: Float[Array, "B T I J"],
-    k: Float[Array, "pages s J"],
+    k: Float[Array, "pages s J"] | UInt8[Array, "pages s J"],
     w: Float[Array, "B T I"],
     lo: Int[Array, "B T"],
     hi: Int[Array, "B T"],
@@ -33,7 +33,8 @@ def decode_indexer_topk(
     Args:
       q: indexer queries of the new tokens.
       k: cached keys: pages of s keys each, or without a page_table a row of s keys for
-        each of the B sequences. Codes as in `indexer_topk`.
+        each of the B sequences. Codes as in `indexer_topk`, or as uint8, their bytes:
+        XLA for TPUs copies all of an array to give it another type.
       w: head weights, scales included.
       lo: first visible key, counted along the sequence.
       hi: end of the visible keys; cut to n * s if larger.
@@ -51,16 +52,19 @@ def decode_indexer_topk(
     """
     name = "decode_indexer_topk"
     contract.positive(name, topk=topk)
-    floats = {"q": (q, "B T I J"), "w": (w, "B T I"), "k": (k, "pages s J")}
+    codes = k if k_exponents is None else eight_bits.of_bytes(k)
+    floats = {"q": (q, "B T I J"), "w": (w, "B T I"), "k": (codes, "pages s J")}
     integers = {"lo": (lo, "B T"), "hi": (hi, "B T")}
     num_keys, page_table = _cached(name, floats, integers, page_table)
     lo, hi = contract.within(lo, hi, num_keys)
-    exponents = eight_bits.checked(name, q, k, k_exponents)
+    exponents = eight_bits.checked(name, q, codes, k_exponents)
     op = dispatch.Op("decode", name, IMPLEMENTATIONS, "dense")
-    args = (q, k, w.astype(jnp.float32), lo, hi, page_table, topk)
+    args = (q, codes, w.astype(jnp.float32), lo, hi, page_table, topk)
     if exponents is not None:
-        coded = (*args, exponents)
-        is_taken = dispatch.would_run(op, "gpu", implementation, coded)
+        coded = (q, k, *args[2:], exponents)
+        of_tpu = dispatch.would_run(op, "tpu", implementation, coded)
+        is_taken = of_tpu and op.unsupported("tpu", coded) is None
+        is_taken |= dispatch.would_run(op, "gpu", implementation, coded)
         args = coded if is_taken else _with_restored_keys(args, exponents)
     return dispatch.run(op, implementation, args)
 

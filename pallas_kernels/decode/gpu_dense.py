@@ -7,8 +7,9 @@ are long and few, several programs then select from each (`gpu_parts`), else one
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
+from pallas_kernels import eight_bits
 from pallas_kernels.decode import gpu_parts
 from pallas_kernels.indexer_topk import gpu_select
 
@@ -27,12 +28,13 @@ def unsupported_decode_indexer_topk(
     del lo, hi
     pages = 1 if page_table is None else page_table.shape[1]
     has_codes = exponents is not None
+    k = eight_bits.of_bytes(k)
     return gpu_select.unsupported(q, k, w, k.shape[1] * pages, topk, has_codes)
 
 
 def decode_indexer_topk(
     q: Float[Array, "B T I J"],
-    k: Float[Array, "pages s J"],
+    k: Shaped[Array, "pages s J"],
     w: Float[Array, "B T I"],
     lo: Int[Array, "B T"],
     hi: Int[Array, "B T"],
@@ -47,7 +49,7 @@ def decode_indexer_topk(
     num_keys = k.shape[1] * (1 if page_table is None else page_table.shape[1])
     plan = gpu_select.Plan(batch, num_queries, topk, interpret=interpret)
     start = jnp.zeros(2, jnp.int32)
-    args = (q, k, w, lo, hi, start, page_table)
+    args = (q, eight_bits.of_bytes(k), w, lo, hi, start, page_table)
     if gpu_parts.is_worthwhile(batch * num_queries, num_keys, topk):
         group = gpu_parts.group_size(num_keys, topk)
         plan = dataclasses.replace(plan, group=group)

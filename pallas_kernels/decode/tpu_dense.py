@@ -8,6 +8,7 @@ selection as bits, from which `list_from_bits` makes lists.
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,34 +16,39 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_kernels import cost, mapped, selection
+from pallas_kernels import cost, eight_bits, mapped, selection
+from pallas_kernels.decode import reference
 from pallas_kernels.indexer_topk import tpu_list_from_bits
 
 QUERIES = 8  # sublanes of a vector
 LANES = selection.LANES
 CHUNK = 1024  # keys fetched and scored at a time
 COUNTED = 2048  # keys counted between two branches
-ROWS = 16  # per bfloat16 tile: pages are whole tiles
+ROWS, CODE_ROWS = 16, 32  # of a tile, in bfloat16 and in bytes: pages are whole tiles
 SMEM_BYTES = 512 * 1024  # limit of a page table
 VMEM_KEYS = 1 << 20  # as many scores fit: 32 MB
+VMEM_CODES = 1 << 18  # scores, and two buffers of factors: 24 MB
 LOWEST, HIGHEST = jnp.iinfo(jnp.int32).min, jnp.iinfo(jnp.int32).max
 
 
 def decode_indexer_topk(
     q: Float[Array, "B T I J"],
-    k: Float[Array, "pages s J"],
+    k: Shaped[Array, "pages s J"],
     w: Float[Array, "B T I"],
     lo: Int[Array, "B T"],
     hi: Int[Array, "B T"],
     page_table: Int[Array, "B n"] | None,
     topk: int,
+    exponents: Int[Array, "pages s"] | None = None,
     *,
     interpret: bool = False,
 ) -> Int[Array, "B T K"]:
     """See `pallas_kernels.decode_indexer_topk`."""
     batch, num_queries, _, width = q.shape
+    if eight_bits.are_codes(q):
+        q = q.astype(jnp.bfloat16)
     rows = 1 << (num_queries - 1).bit_length()  # per group, for one sequence
     size = math.gcd(k.shape[1], CHUNK)  # keys per copy
     split = k.shape[1] // size
@@ -57,11 +63,15 @@ def decode_indexer_topk(
         x = jnp.pad(x, [*widths, *[(0, 0)] * (x.ndim - 2)])
         return x.reshape(-1, QUERIES, *x.shape[2:])
 
+    factors = []
+    if exponents is not None:
+        factors = [grouped(_factors(reference.rows(exponents, page_table), q))]
     q, w, lo, hi = (grouped(x) for x in (q, w, lo, hi))
     missing = len(q) * (QUERIES // rows) - batch
     bits = _select(
         (q.reshape(len(q), -1, width), w.reshape(len(w), -1, 1)),
         k.reshape(-1, size, width),
+        factors,
         (lo, hi),
         jnp.pad(pages, ((0, missing), (0, 0))),
         batch,
@@ -80,25 +90,36 @@ def unsupported_decode_indexer_topk(
     hi: Array,
     page_table: Array | None,
     topk: int,
+    exponents: Array | None = None,
 ) -> str | None:
     """Returns why shapes or dtypes cannot be taken."""
     del w, lo, hi, topk
+    rows, most = (ROWS, VMEM_KEYS) if exponents is None else (CODE_ROWS, VMEM_CODES)
     num_keys = k.shape[1] * (1 if page_table is None else page_table.shape[1])
     table = 4 * q.shape[0] * num_keys // math.gcd(k.shape[1], CHUNK)
     if q.shape[1] > QUERIES:
         return f"at most {QUERIES} queries a sequence, got {q.shape[1]}"
-    if k.shape[1] % ROWS:
-        return f"pages must be multiples of {ROWS} tokens, got {k.shape[1]}"
+    if k.shape[1] % rows:
+        return f"pages must be multiples of {rows} tokens, got {k.shape[1]}"
     if table > SMEM_BYTES:
         return f"a page table of {table} bytes does not fit beside {SMEM_BYTES}"
-    if num_keys > VMEM_KEYS:
-        return f"at most {VMEM_KEYS} keys a sequence, got {num_keys}"
+    if num_keys > most:
+        return f"at most {most} keys a sequence, got {num_keys}"
     return None
+
+
+def _factors(exponents: Int[Array, "B S"], q: Array) -> Float[Array, "B T keys"]:
+    """Returns the keys' powers of two for each query, zeros behind the last key."""
+    num_keys, num_queries = exponents.shape[1], q.shape[1]
+    missing = selection.num_words(num_keys) * 32 - num_keys
+    powers = jnp.pad(eight_bits.power(exponents), ((0, 0), (0, missing)))
+    return jnp.repeat(powers[:, None], num_queries, axis=1)
 
 
 def _select(
     queries: tuple[Array, Array],
-    k: Float[Array, "pages s J"],
+    k: Shaped[Array, "pages s J"],
+    factors: Sequence[Array],
     bounds: tuple[Array, Array],
     pages: Int[Array, "B n"],
     batch: int,
@@ -110,6 +131,7 @@ def _select(
     Args:
       queries: q [G, 8 I, J] and head weights [G, 8 I, 1].
       k: pages.
+      factors: of the keys [G, 8, S], or nothing.
       bounds: lo and hi [G, 8].
       pages: page tables of all sequences, one after another.
       batch: sequences; the keys of those that fill a group up are not read.
@@ -121,11 +143,8 @@ def _select(
     size = k.shape[1]
     num_keys = pages.shape[1] * size
     words = selection.num_words(num_keys)
-    lo, hi = bounds
-    is_seen = lo < hi
-    first = jnp.where(is_seen, lo, HIGHEST).reshape(-1, rows)
-    end = jnp.where(is_seen, hi, 0).reshape(-1, rows)
-    spans = jnp.stack([jnp.min(first, axis=1), jnp.max(end, axis=1)], axis=1)
+    lo, hi = (x[..., None] for x in bounds)
+    vmem = words * 32 * QUERIES * 4 * (1 + 2 * len(factors))  # scores, two of factors
     whole = lambda *sizes: pl.BlockSpec((None, *sizes), lambda g, *_: (g, 0, 0))
     grid = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=2,
@@ -134,6 +153,7 @@ def _select(
             (whole(heads_of_all, width), whole(heads_of_all, 1)),
             (whole(QUERIES, 1), whole(QUERIES, 1)),
             pl.BlockSpec(memory_space=pl.ANY),
+            [whole(QUERIES, words * 32) for _ in factors],
         ],
         out_specs=whole(QUERIES, words),
         scratch_shapes=[
@@ -150,12 +170,20 @@ def _select(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",),
             disable_bounds_checks=True,
-            vmem_limit_bytes=words * 32 * QUERIES * 4 + (24 << 20),
+            vmem_limit_bytes=vmem + (24 << 20),
         ),
         cost_estimate=_cost(batch * num_keys, heads_of_all * rows // QUERIES, k),
         interpret=pltpu.InterpretParams() if interpret else False,
         name="decode_indexer_topk",
-    )(pages.reshape(-1), spans.reshape(-1), queries, (lo[..., None], hi[..., None]), k)
+    )(pages.reshape(-1), _spans(*bounds, rows), queries, (lo, hi), k, factors)
+
+
+def _spans(lo: Array, hi: Array, rows: int) -> Array:
+    """Returns the first key and the end of the keys that each sequence sees."""
+    is_seen = lo < hi
+    first = jnp.where(is_seen, lo, HIGHEST).reshape(-1, rows)
+    end = jnp.where(is_seen, hi, 0).reshape(-1, rows)
+    return jnp.stack([jnp.min(first, axis=1), jnp.max(end, axis=1)], axis=1).reshape(-1)
 
 
 def _cost(keys: int, num_queries: int, k: Array) -> pl.CostEstimate:
@@ -169,6 +197,7 @@ def _kernel(
     queries: tuple,
     bounds: tuple,
     k: Any,
+    factors: Sequence,
     bits: Any,
     *scratch: Any,
     rows: int,
@@ -188,18 +217,19 @@ def _kernel(
         heads = queries[0].shape[0] // sequences
         q, w = (x[i * heads : (i + 1) * heads] for x in queries)
         place = slice(i * rows, (i + 1) * rows)
-        _score(q, w, k, table, span, (scores, place), fetched, fetching)
+        _score(q, w, k, factors, table, span, (scores, place), fetched, fetching)
         first, end = jnp.minimum(first, span[0]), jnp.maximum(end, span[1])
     _order(bounds, scores)
     tiles = (first // COUNTED, (end + COUNTED - 1) // COUNTED)
     _pack(scores, _threshold(scores, tiles, topk, cut), cut, bits)
 
 
-def _score(q, w, k, table, span, place, fetched, fetching):
+def _score(q, w, k, factors, table, span, place, fetched, fetching):
     """Writes the bits of one sequence's scores to `place`: an array and its rows."""
     (scores, rows), copies = place, fetched.shape[1]
     first, end = span[0] // CHUNK, (span[1] + CHUNK - 1) // CHUNK
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    dtype = jnp.float8_e4m3fn if factors else fetched.dtype  # bytes are its codes
 
     def start(chunk, slot):
         def copy(j, _):
@@ -218,17 +248,20 @@ def _score(q, w, k, table, span, place, fetched, fetching):
 
         # One wait for all copies: semaphores count bytes.
         pltpu.make_async_copy(buffer, buffer, fetching.at[slot]).wait()
+        keys = lax.bitcast_convert_type(buffer[...], dtype).reshape(CHUNK, -1)
         dots = lax.dot_general(
             q,
-            buffer[...].reshape(CHUNK, -1),
+            keys.astype(q.dtype),
             (((1,), (1,)), ((), ())),
             precision=precision,
             preferred_element_type=jnp.float32,
         )
         weighted = jnp.maximum(dots, 0) * w
         sums = jnp.sum(weighted.reshape(rows.stop - rows.start, -1, CHUNK), axis=1)
-        keys = pl.ds(pl.multiple_of(chunk * CHUNK, CHUNK), CHUNK)
-        scores[rows, keys] = lax.bitcast_convert_type(sums, jnp.int32)
+        place = pl.ds(pl.multiple_of(chunk * CHUNK, CHUNK), CHUNK)
+        for factor in factors:
+            sums *= factor[rows, place]
+        scores[rows, place] = lax.bitcast_convert_type(sums, jnp.int32)
 
     @pl.when(first < end)
     def _():

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
+from jax import lax
 
 from pallas_kernels import block_sizes, decode
 from pallas_kernels.decode import tpu_dense, tpu_listed
@@ -134,6 +135,38 @@ class DecodeTpuTest(parameterized.TestCase):
             got = choose(*args, implementation="tpu_interpret")
         want = choose(*args, implementation="reference")
         np.testing.assert_array_equal(got, want)
+
+    @parameterized.parameters(
+        (3, 2, 32, 4, "bfloat16"),
+        (2, 3, 224, 0, "float32"),
+        (2, 1, 32, 3, "float8_e4m3fn"),
+        (2, 1, 16, 6, "bfloat16"),  # too short for a tile of bytes: keys are restored
+    )
+    def test_selection_by_codes(self, sequences, queries, size, pages, dtype):
+        rng = np.random.default_rng(0)
+        k, table = make_cache(rng, sequences, size, pages, 16, "float8_e4m3fn")
+        exponents = jnp.asarray(rng.integers(-4, 5, k.shape[:2]), jnp.int8)
+        length = size * max(pages, 1)
+        q = jnp.asarray(rng.integers(-3, 4, (sequences, queries, 4, 16)), dtype)
+        w = jnp.asarray(rng.integers(-2, 4, q.shape[:3]), jnp.float32)
+        lo = jnp.asarray(rng.integers(0, length // 2, q.shape[:2]), jnp.int32)
+        hi = jnp.asarray(rng.integers(length // 2, length + 1, q.shape[:2]), jnp.int32)
+        args = (q, k, w, lo.at[0, 0].set(0), hi.at[0, 0].set(10), table)
+        choose = functools.partial(
+            program.call, decode.decode_indexer_topk, topk=24, k_exponents=exponents
+        )
+        made = mock.patch.object(
+            decode, "_with_restored_keys", wraps=decode._with_restored_keys
+        )
+        sizes = mock.patch.multiple(tpu_dense, CHUNK=128, COUNTED=512)
+        with sizes, made as restored:
+            got = choose(*args, implementation="tpu_interpret")
+            k = lax.bitcast_convert_type(k, jnp.uint8)
+            by_bytes = choose(q, k, *args[2:], implementation="tpu_interpret")
+        self.assertEqual(restored.called, size < 32)
+        want = choose(*args, implementation="reference")
+        np.testing.assert_array_equal(got, want)
+        np.testing.assert_array_equal(by_bytes, want)
 
 
 if __name__ == "__main__":

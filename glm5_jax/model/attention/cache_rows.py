@@ -137,12 +137,6 @@ def of_index_keys(
     }
 
 
-def as_index_keys(rows: Shaped[Array, "*n J"]) -> Float[Array, "*n J"]:
-    """Returns the keys, or their codes, of rows of the cache; copies nothing."""
-    is_code = rows.dtype == jnp.uint8
-    return lax.bitcast_convert_type(rows, jnp.float8_e4m3fn) if is_code else rows
-
-
 def padded(x: Shaped[Array, "*n row"], size: int) -> Shaped[Array, "*n width"]:
     """Zero-pads the last axis."""
     missing = size - x.shape[-1]

@@ -21,6 +21,7 @@ from glm5_jax.model import context as context_lib
 from glm5_jax.model import indexer, layers
 from glm5_jax.model import selection as selection_lib
 from glm5_jax.model.attention import cache_rows, mla
+from pallas_kernels import eight_bits
 from pallas_kernels import selection as forms
 
 FEW = 8  # most new tokens of a sequence that a decoding kernel takes
@@ -100,7 +101,7 @@ def _topk(
     new, _ = indexer.as_scored(config, new)
     return pallas_kernels.indexer_topk(
         new.q,
-        cache_rows.as_index_keys(keys),
+        eight_bits.of_bytes(keys),
         new.w,
         context.lo,
         context.hi,
@@ -121,7 +122,7 @@ def _topk_of_few(
     new, _ = indexer.as_scored(config, new)
     return pallas_kernels.decode_indexer_topk(
         new.q,
-        cache_rows.as_index_keys(keys),
+        keys,
         new.w,
         context.lo,
         context.hi,
