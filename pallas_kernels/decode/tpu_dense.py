@@ -47,6 +47,9 @@ def decode_indexer_topk(
 ) -> Int[Array, "B T K"]:
     """See `pallas_kernels.decode_indexer_topk`."""
     batch, num_queries, _, width = q.shape
+    factors = []
+    if exponents is not None:
+        factors = [_factors(reference.rows(exponents, page_table), num_queries)]
     if eight_bits.are_codes(q):
         q = q.astype(jnp.bfloat16)
     rows = 1 << (num_queries - 1).bit_length()  # per group, for one sequence
@@ -63,9 +66,7 @@ def decode_indexer_topk(
         x = jnp.pad(x, [*widths, *[(0, 0)] * (x.ndim - 2)])
         return x.reshape(-1, QUERIES, *x.shape[2:])
 
-    factors = []
-    if exponents is not None:
-        factors = [grouped(_factors(reference.rows(exponents, page_table), q))]
+    factors = [grouped(x) for x in factors]
     q, w, lo, hi = (grouped(x) for x in (q, w, lo, hi))
     missing = len(q) * (QUERIES // rows) - batch
     bits = _select(
@@ -108,9 +109,11 @@ def unsupported_decode_indexer_topk(
     return None
 
 
-def _factors(exponents: Int[Array, "B S"], q: Array) -> Float[Array, "B T keys"]:
+def _factors(
+    exponents: Int[Array, "B S"], num_queries: int
+) -> Float[Array, "B T keys"]:
     """Returns the keys' powers of two for each query, zeros behind the last key."""
-    num_keys, num_queries = exponents.shape[1], q.shape[1]
+    num_keys = exponents.shape[1]
     missing = selection.num_words(num_keys) * 32 - num_keys
     powers = jnp.pad(eight_bits.power(exponents), ((0, 0), (0, missing)))
     return jnp.repeat(powers[:, None], num_queries, axis=1)

@@ -10,6 +10,7 @@ _VIEWS = {
     *("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while"),
     *("conditional", "call", "after-all", "optimization-barrier", "opt-barrier"),
 }
+_CUTS = ("dynamic-slice", "gather")  # they read as much of their operand as they give
 
 
 def traffic(module: hlo.Module, spare: float | int = 1) -> float:
@@ -18,8 +19,8 @@ def traffic(module: hlo.Module, spare: float | int = 1) -> float:
     The operands and results of every scheduled instruction count once, times the runs
     of the loops around it. Exceptions:
 
-    - An operand that is only sliced, and a result that is only updated, count as the
-      slice.
+    - An operand of which only slices or rows are read, and a result that is only
+      updated, count as what is read and written.
     - A kernel that declares what it moves counts as that.
     - The start of what a SparseCore does names no arrays: its `custom-call-update`
       counts instead.
@@ -108,18 +109,23 @@ def _of_sparse_core(
 ) -> int:
     """Bytes of an update whose type is ((operands), result, state), as XLA gives it.
 
-    A scatter writes its last operand into the first one, in place.
+    A scatter writes its last operand into the first one, in place. A gather reads rows
+    of the first one.
     """
     operands, result = (hlo.elements(x) for x in hlo.elements(i.type)[:2])
-    if _scatters(module, start):
+    if _has(module, start, "scatter"):
         operands, result = operands[1:], operands[-1:]
-    return sum(_hbm(x) for x in (*operands, *result))
+    sizes = [_hbm(x) for x in operands]
+    written = sum(map(_hbm, result))
+    if _has(module, start, "gather"):
+        sizes[0] = min(sizes[0], written)
+    return sum(sizes) + written
 
 
-def _scatters(module: hlo.Module, i: hlo.Instruction) -> bool:
-    """Returns whether there is a scatter in what an instruction calls."""
+def _has(module: hlo.Module, i: hlo.Instruction, opcode: str) -> bool:
+    """Returns whether there is such an instruction in what another one calls."""
     inner = (j for c in i.called() for j in module.computations.get(c, {}).values())
-    return any(j.opcode == "scatter" or _scatters(module, j) for j in inner)
+    return any(j.opcode == opcode or _has(module, j, opcode) for j in inner)
 
 
 def _moved(
@@ -137,7 +143,7 @@ def _moved(
     slices = _slices(module, inner)
     if i.opcode == "dynamic-update-slice":
         updates = {i.name: _hbm(body[i.operands[1]].type)}
-    if i.opcode == "dynamic-slice":
+    if i.opcode in _CUTS:
         slices = {i.operands[0]: _hbm(i.type)}
     if i.opcode.endswith("-start"):  # its type has the operands, too
         sources = (_hbm(body[name].type) for name in i.operands if name in body)
@@ -157,17 +163,23 @@ def _moved(
 
 def _slices(module: hlo.Module, body: dict[str, hlo.Instruction]) -> dict[str, int]:
     """Sizes slices by the array they are cut from, those of inner fusions too."""
-    out = _sizes(body, "dynamic-slice", None)
-    for i in body.values():
+    out: dict[str, int] = {}
+
+    def add(name: str, size: int) -> None:
+        out[name] = out.get(name, 0) + size
+
+    for i in reversed(body.values()):  # each before what it reads
+        if i.opcode in _CUTS:
+            size = hlo.num_bytes(i.type)
+            add(i.operands[0], min(size, out.get(i.name, size)))
         if i.opcode == "fusion":
             inner = module.computations.get(i.called("calls")[0], {})
             found, parameters = _slices(module, inner), _parameters(inner)
             for k, operand in enumerate(i.operands):
                 if parameters.get(k) in found:
-                    out[operand] = out.get(operand, 0) + found[parameters[k]]
-    for i in reversed(body.values()):
+                    add(operand, found[parameters[k]])
         if i.name in out and _is_renamed(i):  # so it is read no further either
-            out[i.operands[0]] = out.get(i.operands[0], 0) + out[i.name]
+            add(i.operands[0], out[i.name])
     return out
 
 
@@ -186,15 +198,15 @@ def _parameters(body: dict[str, hlo.Instruction]) -> dict[int, str]:
 
 
 def _sizes(
-    inner: dict[str, hlo.Instruction], opcode: str, operand: int | None
+    inner: dict[str, hlo.Instruction], opcode: str, operand: int
 ) -> dict[str, int]:
-    """Sizes slices by the array they are cut from, updates by what they write."""
+    """Sizes updates by what they write, of the operand with this number."""
     out: dict[str, int] = {}
     for i in inner.values():
         if i.opcode == opcode:
-            what = i.type if operand is None else inner[i.operands[operand]].type
             key = i.operands[0]
-            out[key] = out.get(key, 0) + hlo.num_bytes(what)
+            size = hlo.num_bytes(inner[i.operands[operand]].type)
+            out[key] = out.get(key, 0) + size
     return out
 
 

@@ -107,6 +107,27 @@ class TrafficTest(parameterized.TestCase):
         got = hbm.traffic(hlo.parse(NESTED))
         self.assertEqual(got, 2 * rows + 4 + matrix)
 
+    def test_of_what_is_gathered_only_the_rows(self):
+        """Rows of one layer's cache, out of that of all layers, two fusions deep."""
+        text = NESTED.replace(
+            "ROOT %matrix = f32[64,64]{1,0} bitcast(%part)",
+            """%matrix = f32[64,64]{1,0} bitcast(%part)
+  %rows = s32[2]{0} constant({3, 5})
+  ROOT %few = f32[2,64]{1,0} gather(%matrix, %rows)""",
+        ).replace("%inner = f32[64,64]", "%inner = f32[2,64]")
+        self.assertNotEqual(text, NESTED)
+        got = hbm.traffic(hlo.parse(text))
+        self.assertEqual(got, 2 * 4 * 8 * 64 + 4 + 4 * 2 * 64)
+        plain = """HloModule g
+
+ENTRY %main (a: f32[64,64], b: s32[2]) -> f32[2,64] {
+  %a = f32[64,64]{1,0} parameter(0)
+  %b = s32[2]{0} parameter(1)
+  ROOT %few = f32[2,64]{1,0} gather(%a, %b)
+}
+"""
+        self.assertEqual(hbm.traffic(hlo.parse(plain)), 4 * (2 * 64 + 2 + 2 * 64))
+
     def test_of_a_stack_in_other_tiles_only_the_slice(self):
         """Of int8 matrices libtpu renames the tiles before it slices, in place."""
         rows, matrix = 4 * 8 * 64, 4 * 64 * 64
@@ -142,12 +163,12 @@ ragged-all-to-all-start(%a, %b), replica_groups={{0,1}}
         self.assertEqual(hbm.traffic(hlo.parse(text)), want)
 
     @parameterized.named_parameters(
-        ("gather", "gather", "", 8 * 128 + 16 + 16 * 128),
-        ("scatter", "scatter", ", f32[16,128]{1,0}", 16 + 2 * 16 * 128),  # in place
+        ("gather", "gather", 16, "", 8 * 128 + 16 + 16 * 128),
+        ("few_rows", "gather", 4, "", 4 * 128 + 16 + 4 * 128),
+        ("scatter", "scatter", 8, ", f32[16,128]{1,0}", 16 + 2 * 16 * 128),  # in place
     )
-    def test_of_what_a_sparse_core_does(self, opcode, more, want):
+    def test_of_what_a_sparse_core_does(self, opcode, rows, more, want):
         """Its start has no operands; the update has them, with the result."""
-        rows = 16 if opcode == "gather" else 8
         text = rf"""HloModule f
 
 %called (a: f32[8,128], b: s32[16]) -> f32[{rows},128] {{
