@@ -17,6 +17,8 @@ from glm5_jax.data.chat import templates
 from glm5_jax.inference import requests
 from glm5_jax.rl import completer, gateway
 
+_ENDED = "The episode of this address is over."
+
 
 class OverError(Exception):
     """Raised if the episode has no further turn; says why."""
@@ -51,6 +53,8 @@ class AgentSession:
         self._sessions: list[tuple[str, gateway.Session]] = []  # with their tools
         self._answers: list[dict[str, Any]] = []  # as they were sampled
         self._turn = asyncio.Lock()  # an agent may ask twice at the same time
+        self._asked: set[asyncio.Task] = set()  # turns that are under way
+        self._has_ended = False
         self.over = ""  # why there is no further turn
         self.error: Exception | None = None  # of the engine, or of what it completed
         self.transcript: list[Mapping[str, Any]] = []
@@ -69,6 +73,35 @@ class AgentSession:
           InputError: a message or a tool is malformed.
           EngineError: the engine failed, as `error` tells; the episode does not count.
         """
+        if self._has_ended:
+            raise OverError(_ENDED)
+        asked = asyncio.create_task(self._answer(messages, tools))
+        self._asked.add(asked)
+        asked.add_done_callback(self._asked.discard)
+        try:
+            await asyncio.wait({asked})
+        finally:
+            asked.cancel()  # it goes on only if this is cancelled
+        if asked.cancelled():
+            raise OverError(_ENDED)
+        return asked.result()
+
+    async def end(self) -> None:
+        """Cancels the turns that are under way, whoever waits for them; none follows.
+
+        A server does not learn that a client has left, so an agent that is gone may
+        leave turns behind, which would change a finished episode.
+        """
+        self._has_ended = True
+        if asked := [*self._asked]:
+            for turn in asked:
+                turn.cancel()
+            await asyncio.wait(asked)
+
+    async def _answer(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
+    ) -> tuple[dict[str, Any], requests.Completion]:
+        """Samples a turn once those before it have ended: see `answer`."""
         async with self._turn:
             if self.num_turns >= self._max_turns:
                 self.over = f"no end in {self._max_turns} turns"

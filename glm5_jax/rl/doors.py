@@ -19,7 +19,7 @@ from aiohttp import web
 from glm5_jax import anthropic_form, config
 from glm5_jax import messages as messages_lib
 from glm5_jax.inference import requests
-from glm5_jax.rl import agent_session, anthropic_answers, completer
+from glm5_jax.rl import agent_session, anthropic_answers, calls, completer
 
 MODEL = "policy"  # name that agents see; they may send any
 _MAX_BODY = 2**24
@@ -37,8 +37,8 @@ class Doors:
         self.port: int
         self._sessions: dict[str, agent_session.AgentSession] = {}
 
-    @contextlib.contextmanager
-    def opened(self, session: agent_session.AgentSession) -> Iterator[str]:
+    @contextlib.asynccontextmanager
+    async def opened(self, session: agent_session.AgentSession) -> AsyncIterator[str]:
         """Yields the base URL of a session, which ends with the block."""
         token = secrets.token_urlsafe(16)
         self._sessions[token] = session
@@ -46,6 +46,7 @@ class Doors:
             yield f"http://127.0.0.1:{self.port}/{token}/v1"
         finally:
             del self._sessions[token]
+            await calls.finished(session.end())
 
     def app(self) -> web.Application:
         """Returns the routes."""
@@ -66,7 +67,7 @@ class Doors:
         is_anthropic = request.path.endswith(anthropic_form.PATH)
         try:
             body = await request.json()
-            messages, tools = body["messages"], body.get("tools") or []
+            messages, tools = _objects(body["messages"]), body.get("tools") or []
             if is_anthropic:
                 messages = anthropic_form.messages_of(messages, body.get("system"))
                 tools = [*map(anthropic_form.tool, tools)]
@@ -102,11 +103,27 @@ async def serving() -> AsyncIterator[Doors]:
         await runner.cleanup()
 
 
+def _objects(messages: Any) -> list[dict[str, Any]]:
+    """Returns the messages of a request.
+
+    Raises:
+      InputError: they are no list of objects.
+    """
+    if not isinstance(messages, list):
+        raise config.InputError(f"messages must be a list, got {messages!r}.")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise config.InputError(
+                f"messages[{i}] must be an object, got {message!r}."
+            )
+    return messages
+
+
 def _answer(
     message: dict[str, Any], completion: requests.Completion, turn: int
 ) -> dict[str, Any]:
     """Returns a turn in OpenAI's form."""
-    calls = [
+    made = [
         {
             "id": f"call_{turn}_{i}",
             "type": "function",
@@ -118,12 +135,12 @@ def _answer(
     ]
     content = messages_lib.text_of(message, "content")
     told: dict[str, Any] = {"role": "assistant", "content": content}
-    if calls:
-        told |= {"content": content or None, "tool_calls": calls}
+    if made:
+        told |= {"content": content or None, "tool_calls": made}
     if message.get("reasoning_content"):
         told["reasoning_content"] = message["reasoning_content"]
     is_cut = completion.finish_reason == "length"
-    reason = "length" if is_cut else "tool_calls" if calls else "stop"
+    reason = "length" if is_cut else "tool_calls" if made else "stop"
     choice = {"index": 0, "message": told, "finish_reason": reason, "logprobs": None}
     number = len(completion.tokens)
     usage = {"prompt_tokens": 0, "completion_tokens": number, "total_tokens": number}
@@ -136,9 +153,9 @@ def _events(answer: dict[str, Any]) -> Iterator[str]:
     """Yields the events of a whole answer in OpenAI's form."""
     (choice,) = answer["choices"]
     delta = dict(choice["message"])
-    calls = delta.get("tool_calls", [])
-    if calls:
-        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+    made = delta.get("tool_calls", [])
+    if made:
+        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(made)]
     head = {**answer, "object": "chat.completion.chunk"}
     del head["usage"]
     for changes in (

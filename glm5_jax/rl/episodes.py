@@ -100,7 +100,7 @@ class Doors(Protocol):
 
     def opened(
         self, session: agent_session.AgentSession
-    ) -> contextlib.AbstractContextManager[str]:
+    ) -> contextlib.AbstractAsyncContextManager[str]:
         """Yields the base URL of a session, which ends with the block."""
         ...
 
@@ -227,7 +227,7 @@ class _Run:
         )
         none = protocol.Label.TRUNCATED, protocol.Reward(0.0)
         try:
-            with doors.opened(session) as url:
+            async with doors.opened(session) as url:
                 result = await self._call(
                     "play",
                     lambda: agent.play(task, url),

@@ -264,11 +264,16 @@ class AgentsTest(parameterized.TestCase):
         async def play(task, base_url):
             image = [{"type": "image", "source": {}}]
             async with aiohttp.ClientSession() as session:
-                body = {"messages": [{"role": "user", "content": image}]}
-                async with session.post(f"{base_url}/messages", json=body) as answer:
-                    self.assertEqual(answer.status, 400)
-                    told = (await answer.json())["error"]["message"]
-                    self.assertIn("'image' is not supported", told)
+                for message, words in (
+                    ({"role": "user", "content": image}, "'image' is not supported"),
+                    ("hi", "messages[0] must be an object, got 'hi'"),
+                ):
+                    body = {"messages": [message]}
+                    url = f"{base_url}/messages"
+                    async with session.post(url, json=body) as answer:
+                        self.assertEqual(answer.status, 400)
+                        told = (await answer.json())["error"]["message"]
+                        self.assertIn(words, told)
             await chat(base_url, [*task.messages])
             return 1.0
 
@@ -427,7 +432,7 @@ class AgentsTest(parameterized.TestCase):
             found = set()
             async with doors.serving() as opened:
                 for _ in range(3):
-                    with opened.opened(self.session()[0]) as url:
+                    async with opened.opened(self.session()[0]) as url:
                         found.add(url.split("/")[-2])
             return found
 
@@ -576,6 +581,7 @@ class AgentsTest(parameterized.TestCase):
         ("no_messages", {"messages": []}, "at least one message"),
         ("bad_role", {"messages": [{"role": "cook", "content": ""}]}, "role must be"),
         ("no_field", {}, "messages"),
+        ("no_object", {"messages": ["hi"]}, "messages[0] must be an object, got 'hi'"),
         ("bad_tool", {"messages": [{"role": "user"}], "tools": [1]}, "function"),
     )
     def test_wrong_requests_are_named_and_cost_no_turn(self, body, words):
@@ -615,6 +621,102 @@ class AgentsTest(parameterized.TestCase):
         status, answer = asyncio.run(late())
         self.assertEqual(status, 404)
         self.assertIn("is over", answer["error"]["message"])
+
+    def test_a_turn_that_an_agent_left_behind_changes_no_finished_episode(self):
+        asked, free, ends = asyncio.Event(), asyncio.Event(), []
+
+        class Slow(Engine):
+            async def complete(self, request):
+                if request.id > 0:
+                    asked.set()
+                    try:
+                        await free.wait()
+                    finally:
+                        ends.append(free.is_set())
+                return await super().complete(request)
+
+        async def play(task, base_url):
+            await chat(base_url, [*task.messages])
+            left = asyncio.create_task(chat(base_url, [*task.messages]))
+            await asked.wait()
+            left.cancel()
+            return 1.0
+
+        tasks = Tasks(play)
+        settings = episodes_lib.Settings(
+            max_new_tokens=64, max_turns=4, num_concurrent=1
+        )
+        context = episodes_lib.Context(Slow(*ANSWERS), tasks, TEMPLATE, settings)
+
+        async def played():
+            async with entrance.of(context) as opened:
+                job = episodes_lib.Job(tasks.task("train", 0, 0), 0, 0)
+                episode = await episodes_lib.run(opened, job)
+                free.set()
+                await asyncio.sleep(0.1)
+                return episode
+
+        episode = asyncio.run(played())
+        self.assertEqual((episode.label, episode.num_turns), (Label.OK, 1))
+        number = len(templates_test.ids_of(ANSWERS[0]))
+        self.assertEqual([sum(s.mask) for s in episode.samples], [number])
+        self.assertEqual(ends, [False])  # cancelled before the episode was over
+
+    def test_a_group_begins_again_after_a_lost_answer(self):
+        """The turn of the other episode is under way as the answer is lost."""
+        ids, (both, again, left) = [], (asyncio.Event() for _ in range(3))
+
+        class Lossy(Endless):
+            async def complete(self, request):
+                ids.append(request.id)
+                number = len(ids)
+                if number == 1:
+                    await both.wait()
+                    raise completer.EngineError("a server is lost")
+                if number == 2:
+                    both.set()
+                    try:
+                        await again.wait()
+                    finally:
+                        left.set()
+                if number == 4:
+                    again.set()
+                await left.wait()
+                return await super().complete(request)
+
+        async def play(task, base_url):
+            status, _ = await chat(base_url, [*task.messages])
+            return float(status == 200)
+
+        tasks = Tasks(play)
+        settings = episodes_lib.Settings(
+            max_new_tokens=64, max_turns=4, num_concurrent=2
+        )
+        context = episodes_lib.Context(Lossy(), tasks, TEMPLATE, settings)
+
+        async def taken():
+            async with entrance.of(context) as opened:
+                made = orchestrator.Orchestrator(
+                    opened,
+                    lambda index: [
+                        episodes_lib.Job(tasks.task("train", 0, index), index, 4 * i)
+                        for i in range(2)
+                    ],
+                    groups.Groups(1, 0),
+                    drop_equal=False,
+                )
+                playing = asyncio.create_task(made.run())
+                try:
+                    ((_, group),) = await made.take(20.0)
+                    return group
+                finally:
+                    playing.cancel()
+                    await asyncio.wait({playing})
+
+        with mock.patch.object(orchestrator, "_RETRY_SECONDS", 0.0):
+            group = asyncio.run(taken())
+        self.assertEqual([e.reward.total for e in group], [1.0, 1.0])
+        self.assertCountEqual(ids, [0, 4, 0, 4])
 
     def test_two_turns_at_once_take_their_turn(self):
         async def play(task, base_url):

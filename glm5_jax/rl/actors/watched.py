@@ -40,7 +40,7 @@ class Watched:
             completion = await self._engine.complete(request)
         finally:
             self._count_idle()
-            del self._waiting[request.id]
+            self._waiting.pop(request.id, None)  # another may have its id
             self.num_ended += 1
         self._window.drew(request, completion)
         return completion
