@@ -194,10 +194,9 @@ class Box:
             FileError: it could not be written.
         """
         at, folder = shlex.quote(path), shlex.quote(posixpath.dirname(path) or ".")
-        text = "".join(_ESCAPED[b] if b else "\\0" for b in content)
-        text = text.replace("'", "\\x27")
+        coded = base64.b64encode(content).decode()
         made = f"{{ [ -d {folder} ] || mkdir -p -- {folder}; }}"
-        made += f" && printf %b '{text}' > {at}"
+        made += f" && printf %s {coded} | base64 -d > {at}"
         done = await self.run(f"( cd {self._home} && {made} )")
         if done.exit_code != 0:
             raise FileError(f"{path} could not be written: {done.stderr.strip()}")

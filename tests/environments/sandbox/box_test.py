@@ -182,7 +182,7 @@ class ShellTest(absltest.TestCase):
         self.assertEqual((short.stdout, short.is_cut), ("short\n", False))
 
     def test_files_have_any_bytes_and_names(self):
-        content = bytes(range(256)) * 3
+        content = bytes(range(256)) * 3 + b"\x001\x007z"
 
         async def use(box):
             await box.write("x/it's \\ -n é", content)
