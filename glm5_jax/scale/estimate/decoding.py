@@ -153,7 +153,7 @@ def _hbm_bytes(s: setting_lib.Setting) -> float:
     return (
         weights
         + _head(s)
-        + layers * serving.cached_bytes(s.model, s.keys)
+        + serving.cached_bytes(s.model, s.keys)
         + layers * STATES * _group_state(s)
     )
 
@@ -165,17 +165,13 @@ def _group_state(s: setting_lib.Setting) -> float:
 
 def _flops(s: setting_lib.Setting) -> float:
     """Returns the products of one token; every device scores all of the keys."""
-    model, keys, shared = s.model, s.keys, s.over("tensor")
+    model, shared = s.model, s.over("tensor")
     matrices = _matrices(s) * s.over("expert") / BFLOAT16
     experts = _experts(s) * s.over("expert") / BFLOAT16
     chosen = model.num_experts_per_tok / max(model.n_routed_experts, 1)
     head = model.hidden_size * model.vocab_size / shared
-    latent = model.kv_lora_rank + model.qk_rope_head_dim
-    attended = min(keys, model.index_topk) * (latent + model.kv_lora_rank)
-    scored = keys * model.index_n_heads * model.index_head_dim * model.has_indexer
-    attention = attended * model.num_attention_heads / shared
-    of_layers = model.num_hidden_layers * (scored + attention)
-    return 2.0 * (matrices + experts * chosen + head + of_layers)
+    attention = serving.attention_flops(model, s.keys, shared)
+    return 2.0 * (matrices + experts * chosen + head) + attention
 
 
 def _link_seconds(s: setting_lib.Setting, topology: str) -> float:

@@ -7,6 +7,7 @@ once a sequence, and everything else grows with the tokens.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from glm5_jax import config as config_lib
 from glm5_jax.model.attention import cache_rows
 from glm5_jax.quantization import schemes
 from glm5_jax.scale import slice_devices
+from glm5_jax.training.reporting import accounting
 
 _GROUP = 8  # rows that a kernel fetches to read one (pallas_kernels/decode)
 GIB = slice_devices.GIB
@@ -172,8 +174,10 @@ def step(
       sequences: of a device; None: as many as fit.
     """
     length, num_drafts = length or compiled.length, len(acceptance)
-    layers = config.num_hidden_layers
-    token_bytes = _token_bytes(config, form) * (layers + (num_drafts > 0))
+    layers, indexers = config.num_hidden_layers, _num_indexers(config)
+    token_bytes = _token_bytes(config, form, layers, indexers)
+    if num_drafts:
+        token_bytes += _token_bytes(config, form, 1, bool(indexers))  # MTP's layer
     room = compiled.limit - compiled.besides - compiled.others - compiled.head
     mtp, others = _weights(config, compiled, form)
     room -= mtp + others
@@ -183,9 +187,10 @@ def step(
     drawn = sequences * (1 + num_drafts)  # tokens that a pass of the model reads
     # A drafting step reads MTP's layer and the head, for one token of each sequence.
     hbm = others + mtp * num_drafts + compiled.head * (1 + num_drafts)
-    hbm += sequences * _keys(config, length, form) * (layers + num_drafts)
-    hbm += drawn * _latents(config, form) * layers
-    hbm += sequences * _latents(config, form) * num_drafts
+    keys, latents = _keys(config, length, form), _latents(config, length, form)
+    hbm += sequences * keys * (indexers + num_drafts * bool(indexers))
+    hbm += drawn * latents * layers
+    hbm += sequences * latents * num_drafts
     of_model = drawn + sequences * num_drafts / layers
     hbm += of_model * _rest(config, compiled)
     passes = of_model / compiled.sequences
@@ -193,22 +198,56 @@ def step(
         sequences=sequences,
         hbm=hbm / compiled.hbm_rate,
         links=passes * compiled.link_seconds,
-        flops=passes * compiled.flop_seconds * length / compiled.length,
+        flops=passes * compiled.flop_seconds * _longer(config, compiled, length),
         tokens=1 + math.fsum(acceptance),
         cache_tokens=cache_tokens * compiled.caches,
     )
 
 
 def cached_bytes(config: config_lib.ModelConfig, length: int) -> int:
-    """Returns the bytes of a layer's cache that a step reads for a sequence."""
-    return _keys(config, length, FORMATS[0]) + _latents(config, FORMATS[0])
+    """Returns the bytes of all layers' caches that a step reads for a sequence."""
+    keys = _num_indexers(config) * _keys(config, length, FORMATS[0])
+    latents = _latents(config, length, FORMATS[0])
+    return keys + config.num_hidden_layers * latents
+
+
+def attention_flops(
+    config: config_lib.ModelConfig, length: int, shared: int = 1
+) -> float:
+    """Returns the products of a token with the caches of all layers, on a device.
+
+    Args:
+      config: of the model.
+      length: tokens in the cache.
+      shared: devices among which the heads are split; each scores all keys.
+    """
+    rows = min(length, config.index_topk) if config.has_indexer else length
+    row = 2 * config.kv_lora_rank + config.qk_rope_head_dim
+    attended = rows * row * config.num_attention_heads / shared
+    scored = length * config.index_n_heads * config.index_head_dim
+    both = config.num_hidden_layers * attended + _num_indexers(config) * scored
+    return 2.0 * both
+
+
+@functools.lru_cache(maxsize=16)
+def _active(config: config_lib.ModelConfig) -> int:
+    return accounting.count_parameters(config)["active"]
+
+
+def _longer(config: config_lib.ModelConfig, compiled: Compiled, length: int) -> float:
+    """Returns the products of a step of this length, in those of the compiled one."""
+    shared = compiled.devices // compiled.caches
+    found, of_compiled = (
+        2 * _active(config) / shared + attention_flops(config, n, shared)
+        for n in (length, compiled.length)
+    )
+    return found / of_compiled
 
 
 def _rest(config: config_lib.ModelConfig, compiled: Compiled) -> float:
     """Returns the bytes for each token of what is neither weights nor cache."""
-    layers, form = config.num_hidden_layers, FORMATS[0]
-    known = _weights(config, compiled, form)[1] + compiled.head
-    known += compiled.sequences * cached_bytes(config, compiled.length) * layers
+    known = _weights(config, compiled, FORMATS[0])[1] + compiled.head
+    known += compiled.sequences * cached_bytes(config, compiled.length)
     return max(0.0, compiled.hbm_bytes - known) / compiled.sequences
 
 
@@ -224,20 +263,29 @@ def _weights(
     return mtp, experts + matrices - mtp
 
 
+def _num_indexers(config: config_lib.ModelConfig) -> int:
+    """Returns the layers that cache keys of an indexer, without MTP's."""
+    return sum(config.is_full_index_layer) if config.has_indexer else 0
+
+
 def _keys(config: config_lib.ModelConfig, length: int, form: Format) -> int:
-    """Returns the bytes of a layer's indexer keys of a sequence."""
+    """Returns the bytes of an indexer's keys of a sequence."""
     return length * _index_bytes(_cached(config, form))
 
 
-def _latents(config: config_lib.ModelConfig, form: Format) -> int:
-    """Returns the bytes that a query of a layer reads for its selected keys."""
-    return config.index_topk * _GROUP * _latent_bytes(_cached(config, form))
+def _latents(config: config_lib.ModelConfig, length: int, form: Format) -> int:
+    """Returns the bytes that a query of a layer reads: selected rows, or all."""
+    selects = config.has_indexer and length > config.index_topk
+    rows = config.index_topk * _GROUP if selects else length
+    return rows * _latent_bytes(_cached(config, form))
 
 
-def _token_bytes(config: config_lib.ModelConfig, form: Format) -> int:
-    """Returns what a token takes in a layer's cache."""
+def _token_bytes(
+    config: config_lib.ModelConfig, form: Format, layers: int, indexers: int
+) -> int:
+    """Returns what a token takes in the caches of so many layers and indexers."""
     cached = _cached(config, form)
-    return _latent_bytes(cached) + _index_bytes(cached)
+    return layers * _latent_bytes(cached) + indexers * _index_bytes(cached)
 
 
 def _cached(config: config_lib.ModelConfig, form: Format) -> config_lib.ModelConfig:

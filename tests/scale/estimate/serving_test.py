@@ -8,6 +8,7 @@ from absl.testing import parameterized
 
 from glm5_jax import presets
 from glm5_jax.scale.estimate import serving
+from glm5_jax.training.reporting import accounting
 from tests import environment
 
 POINTS = pathlib.Path(__file__).parents[3] / "docs" / "serving_roofline.json"
@@ -119,6 +120,37 @@ class HandTest(parameterized.TestCase):
         self.assertAlmostEqual(drafted.hbm - plain.hbm, more / 1e12)
         self.assertEqual(drafted.tokens, 1.75)
         self.assertAlmostEqual(drafted.links, 2e-3 * (4 + 2 / 9) / 2)
+
+    @parameterized.named_parameters(
+        ("shared_indexers", {"index_topk_freq": 3, "index_skip_topk_offset": 1}, 3, 32),
+        ("dense", {"attention": "dense"}, 0, 1000),
+        ("all_keys", {"index_topk": 1000}, 9, 1000),  # are visible, in one piece
+    )
+    def test_of_each_attention_what_it_caches_and_reads(self, changes, indexers, rows):
+        """Keys in the layers with an indexer; rows, in groups of 8, of the selected."""
+        model = dataclasses.replace(MODEL, **changes)
+        form = serving.FORMATS[0]
+        found = serving.step(model, HAND, form, (0.5,))
+        of_token = 10 * 640 * 2 + (indexers + bool(indexers)) * 128 * 2
+        wanted = int((9e9 - 1e8 - 5e7 - 1e8 - 2.8e9) / of_token)
+        self.assertEqual(found.cache_tokens, 4 * wanted)
+        keys, latents = indexers * 1000 * 128 * 2, 9 * rows * 640 * 2
+        self.assertEqual(serving.cached_bytes(model, 1000), keys + latents)
+
+    def test_only_scores_cost_more_for_a_longer_cache(self):
+        form, first = serving.FORMATS[0], dataclasses.replace(HAND, length=500)
+        short, long = (
+            serving.step(MODEL, first, form, length=length, sequences=2).flops
+            for length in (500, 1000)
+        )
+        self.assertAlmostEqual(short, HAND.flop_seconds)
+        scored = 2 * 9 * 500 * MODEL.index_n_heads * MODEL.index_head_dim
+        shared = 2  # devices of a cache, which share all else
+        weights = 2 * accounting.count_parameters(MODEL)["active"] / shared
+        attended = 2 * 9 * 4 * (2 * 512 + 64) * 64 / shared
+        grown = scored / (weights + attended + scored)
+        self.assertAlmostEqual(long / short - 1, grown)
+        self.assertLess(grown, 0.02)
 
     def test_what_does_not_fit_has_no_sequence(self):
         tight = dataclasses.replace(HAND, limit=2e9)
