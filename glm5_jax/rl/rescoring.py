@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from glm5_jax.data.chat import templates
 from glm5_jax.environments import protocol
 from glm5_jax.inference import requests
-from glm5_jax.rl import at_once, calls, completer, entrance
+from glm5_jax.rl import at_once, calls, completer, entrance, trajectories
 from glm5_jax.rl import episodes as episodes_lib
 
 
@@ -26,8 +26,8 @@ class Verdict:
     """What the present environment says of an episode."""
 
     before: episodes_lib.Episode  # as it was kept
-    now: episodes_lib.Episode | None  # None: it went another way
-    reason: str  # why it went another way, or ""
+    now: episodes_lib.Episode | None  # None: another way, or not to be played
+    reason: str  # why there is none, or ""
 
     @property
     def is_same(self) -> bool:
@@ -82,6 +82,8 @@ async def _all(
 async def _verdict(
     context: episodes_lib.Context, episode: episodes_lib.Episode
 ) -> Verdict:
+    if isinstance(episode.task.answer, trajectories.Unkept):
+        return Verdict(episode, None, "the right answer of its task is no JSON")
     turns = _turns(episode, context.template.stop_ids)
     recorded = _Recorded(turns, context.engine.capacity)
     played = dataclasses.replace(context, engine=recorded)

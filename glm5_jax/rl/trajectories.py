@@ -26,6 +26,13 @@ _COUNTS = (
 _DAMAGE = (KeyError, TypeError, ValueError, zlib.error, gateway.MisalignedError)
 
 
+@dataclasses.dataclass(frozen=True)
+class Unkept:
+    """Stands for a task's answer that is no JSON, with which nothing can be scored."""
+
+    text: str  # its repr
+
+
 class FormatError(ValueError):
     """Raised if a record is not one of this format."""
 
@@ -36,10 +43,15 @@ def to_json(episode: episodes_lib.Episode) -> dict[str, Any]:
     An answer that is no JSON is written as its repr, so that such a task cannot be
     scored again.
     """
-    reward = episode.reward
+    reward, answer = episode.reward, episode.task.answer
+    is_kept = _is_json(answer)
+    if not is_kept:
+        answer = answer.text if isinstance(answer, Unkept) else repr(answer)
+    task = dataclasses.asdict(dataclasses.replace(episode.task, answer=answer))
     return {
         "format": FORMAT,
-        "task": dataclasses.asdict(episode.task),
+        "task": task,
+        "answer_is_kept": is_kept,
         "samples": [_sample_to_json(sample) for sample in episode.samples],
         "reward": None if reward is None else dataclasses.asdict(reward),
         "label": episode.label.value,
@@ -63,6 +75,8 @@ def from_json(record: Mapping[str, Any]) -> episodes_lib.Episode:
         task = dict(record["task"])
         for name in ("messages", "tools"):
             task[name] = tuple(task[name])
+        if not record.get("answer_is_kept", True):
+            task["answer"] = Unkept(task["answer"])
         reward = record["reward"]
         return episodes_lib.Episode(
             task=protocol.Task(**task),
@@ -74,6 +88,15 @@ def from_json(record: Mapping[str, Any]) -> episodes_lib.Episode:
         )
     except _DAMAGE as error:
         raise FormatError(f"a trajectory is damaged: {error!r}") from error
+
+
+def _is_json(x: Any) -> bool:
+    """Returns whether a value comes back from JSON, tuples as lists."""
+    if isinstance(x, Mapping):
+        return all(isinstance(k, str) and _is_json(v) for k, v in x.items())
+    if isinstance(x, list | tuple):
+        return all(map(_is_json, x))
+    return x is None or isinstance(x, str | int | float)
 
 
 def all_to_json(

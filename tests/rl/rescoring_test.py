@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 
 from absl.testing import parameterized
 
@@ -11,7 +12,7 @@ from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.data.chat import templates
 from glm5_jax.environments import protocol
 from glm5_jax.rl import episodes as episodes_lib
-from glm5_jax.rl import gateway, rescoring
+from glm5_jax.rl import gateway, long_json, rescoring, trajectories
 from tests import environment
 
 DATA = config_lib.DataConfig(tokenizer="byte_chat", enable_thinking=False)
@@ -132,6 +133,20 @@ class RescoringTest(parameterized.TestCase):
         found = verdict(played(**change))
         self.assertFalse(found.is_same)
         self.assertEqual(found.now.reward.total, 1.0)
+
+    def test_without_the_right_answer_there_is_no_reward(self):
+        """Of `code` it is an object, whose repr was kept."""
+        task = environments.make("code").task("train", 0, 0)
+        record = json.loads(long_json.dumps(trajectories.to_json(played(task=task))))
+        kept = trajectories.from_json(record)
+        self.assertEqual(kept.task.answer, trajectories.Unkept(repr(task.answer)))
+        self.assertEqual(
+            trajectories.to_json(kept)["task"],
+            record["task"] | {"messages": task.messages, "tools": task.tools},
+        )
+        found = verdict(kept, taskset="code")
+        self.assertIsNone(found.now)
+        self.assertRegex(found.reason, "no JSON")
 
     def test_a_wrong_answer_is_not_paid(self):
         episode = played()
