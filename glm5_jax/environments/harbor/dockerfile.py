@@ -28,6 +28,8 @@ _VARIABLE = re.compile(r"(?<!\\)\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))")
 _MADE = re.compile(r"\bmkdir\b[^;&|\n]*")
 _TOP = re.compile(r"(?<![\w/.$}])/([A-Za-z][\w.-]*)")
 _ADDED = re.compile(r"://|^git@|\.(?:tar(?:\.\w+)?|tgz)$")
+# Folders of the base, besides those of FIXED.
+_THERE = ("/", "/home", "/media", "/mnt", "/opt", "/root", "/srv", "/tmp", "/var")
 PATH = "/usr/local/bin:/usr/bin:/bin"
 _GIVEN = {"PATH": PATH, "HOME": "/root"}  # by a box
 PYTHON_BIN = "/opt/python/bin"  # has `python`, as Python's images do
@@ -97,7 +99,8 @@ class _Reader:
         self._args: dict[str, str] = {}
         self._workdir = ""
         self._modules: list[str] = []
-        self._folders: set[str] = set()
+        self._folders: set[str] = set()  # of the top
+        self._there = set(_THERE)  # folders that a step finds
         self._refusals: list[str] = []
         self._num_bases = 0
 
@@ -177,6 +180,7 @@ class _Reader:
         yield from judged.reasons
         self._modules += judged.modules
         self._folders.update(_tops(text))
+        self._there.update(map(self._at, _made(text)))
         env = {**self._args, **self._env}
         self._steps.append(Run(judged.text, self._workdir or "/", env))
 
@@ -200,7 +204,7 @@ class _Reader:
             found = [p for p in _sources(self._context, name) if self._sees(p)]
             if not found:
                 yield f"{name} is not in {self._context.name}/"
-            is_folder = target.endswith("/") or len(names) > 1 or len(found) > 1
+            is_folder = self._is_folder(target) or len(names) > 1 or len(found) > 1
             for path in found:
                 files |= self._copied(path, target, is_folder)
         if mode:
@@ -221,8 +225,17 @@ class _Reader:
         text = body.removesuffix(match[2]).removesuffix("\n" + match[2])
         text = text if match[1] else self._expanded(text)
         target = self._expanded(head[match.end() :].strip())
-        path = posixpath.join(self._workdir or "/", target)
-        yield from self._add({path: File(text.encode(), False)})
+        path = posixpath.join(target, match[2]) if self._is_folder(target) else target
+        yield from self._add({self._at(path): File(text.encode(), False)})
+
+    def _at(self, path: str) -> str:
+        """Returns a path from the root."""
+        at = posixpath.normpath(posixpath.join("/", self._workdir, path))
+        return "/" + at.lstrip("/")  # normpath keeps two at the start
+
+    def _is_folder(self, target: str) -> bool:
+        """Returns whether a target of COPY is a folder by its form, or is one."""
+        return target.endswith(("/", "/.")) or self._at(target) in self._there
 
     def _sees(self, path: pathlib.Path) -> bool:
         """Returns whether a file is of the context, and .dockerignore leaves it in."""
@@ -236,7 +249,7 @@ class _Reader:
         self, source: pathlib.Path, target: str, is_folder: bool
     ) -> dict[str, File]:
         """Returns the files of a source by their paths in the box."""
-        at = posixpath.join(self._workdir or "/", target)
+        at = self._at(target)
         if source.is_dir():  # its contents are copied, not itself
             paths = {
                 f"{at}/{path.relative_to(source).as_posix()}": path
@@ -246,9 +259,7 @@ class _Reader:
         else:
             paths = {f"{at}/{source.name}" if is_folder else at: source}
         return {
-            posixpath.normpath(path): File(
-                file.read_bytes(), bool(file.stat().st_mode & 0o100)
-            )
+            self._at(path): File(file.read_bytes(), bool(file.stat().st_mode & 0o100))
             for path, file in paths.items()
         }
 
@@ -258,16 +269,17 @@ class _Reader:
             yield f"{fixed[0]} is of this machine, and a box cannot write there"
             return
         self._folders.update(p.split("/")[1] for p in files if p.count("/") > 1)
+        self._there.update(f for p in files for f in _above(p))
         self._steps.append(Copy(files))
 
     def _take_workdir(self, rest: str) -> Iterator[str]:
-        at = posixpath.join(self._workdir or "/", self._expanded(_unquoted(rest)))
-        self._workdir = posixpath.normpath(at)
+        self._workdir = self._at(self._expanded(_unquoted(rest)))
         top = self._workdir.split("/")[1]
         if not top or top in FIXED:
             yield f"a box cannot work in {self._workdir}"
             return
         self._folders.add(top)
+        self._there.update((self._workdir, *_above(self._workdir)))
         made = f"mkdir -p {shlex.quote(self._workdir)}"
         self._steps.append(Run(made, "/", {}))
 
@@ -362,6 +374,17 @@ def _tops(command: str) -> set[str]:
     """Returns the top folders that a command makes."""
     made = " ".join(_MADE.findall(command))
     return {name for name in _TOP.findall(made) if name not in FIXED}
+
+
+def _made(command: str) -> list[str]:
+    """Returns the absolute paths of the folders that a command makes."""
+    words = " ".join(_MADE.findall(command)).split()
+    return [word for word in words if word.startswith("/")]
+
+
+def _above(path: str) -> list[str]:
+    """Returns the folders above a path."""
+    return [at.as_posix() for at in pathlib.PurePosixPath(path).parents]
 
 
 def _unquoted(text: str) -> str:

@@ -11,7 +11,7 @@ from absl.testing import absltest, parameterized
 
 from glm5_jax import config, environments
 from glm5_jax.environments import proofs, tool_calls, validate
-from glm5_jax.environments.harbor import commands
+from glm5_jax.environments.harbor import commands, dockerfile
 from glm5_jax.environments.sandbox import bubblewrap
 from tests import environment
 from tests.environments import episodes
@@ -182,6 +182,26 @@ class RefusalTest(FolderTest):
         self.assertIn("bad cannot be read", "".join(logged.output))
         with self.assertRaisesRegex(config.InputError, "has a task.toml"):
             environments.make(f"harbor:{root / 'nowhere'}")
+
+
+class CopyTest(FolderTest):
+    @parameterized.named_parameters(
+        ("here", "WORKDIR /app\nCOPY data/items.csv .", "/app/items.csv"),
+        ("workdir", "WORKDIR /app\nCOPY data/items.csv /app", "/app/items.csv"),
+        ("above", "WORKDIR /app/a\nCOPY data/items.csv ..", "/app/items.csv"),
+        ("copied", "COPY tools /x/y\nCOPY data/items.csv /x", "/x/items.csv"),
+        ("made", "RUN mkdir -p /x/y\nCOPY data/items.csv /x/y", "/x/y/items.csv"),
+        ("base", "COPY data/items.csv /srv", "/srv/items.csv"),
+        ("dot", "COPY data/items.csv /x/.", "/x/items.csv"),
+        ("new", "WORKDIR /app\nCOPY data/items.csv items", "/app/items"),
+        ("document", "WORKDIR /app\nCOPY <<EOF .\n1\nEOF", "/app/EOF"),
+    )
+    def test_a_folder_that_is_there_gets_the_file(self, steps, path):
+        """As with Docker, also where the target does not end with a slash."""
+        file = self.write({"environment/Dockerfile": f"FROM debian\n{steps}\n"})
+        build = dockerfile.read(file / "stock/environment/Dockerfile")
+        self.assertEqual([*build.steps[-1].files], [path])
+        self.assertEmpty(build.refusals)
 
 
 class CommandsTest(absltest.TestCase):
