@@ -14,7 +14,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 
-from glm5_jax.environments.harbor import commands, modules
+from glm5_jax.environments.harbor import commands, instructions, modules
 
 # Of this machine, or the kernel's: a box cannot write there.
 FIXED = frozenset(
@@ -23,7 +23,6 @@ FIXED = frozenset(
 _IGNORED = {"LABEL", "MAINTAINER", "EXPOSE", "CMD", "STOPSIGNAL"}
 _REGISTRIES = ("docker.io/", "public.ecr.aws/docker/", "mirror.gcr.io/", "library/")
 _BASES = ("debian", "ubuntu", "python")
-_HEREDOC = re.compile(r"<<-?\s*([\"']?)(\w+)\1")
 _VARIABLE = re.compile(r"(?<!\\)\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))")
 _MADE = re.compile(r"\bmkdir\b[^;&|\n]*")
 _TOP = re.compile(r"(?<![\w/.$}])/([A-Za-z][\w.-]*)")
@@ -81,9 +80,13 @@ class Build:
 
 
 def read(path: pathlib.Path) -> Build:
-    """Reads a Dockerfile, whose folder is the context of its copies."""
+    """Reads a Dockerfile, whose folder is the context of its copies.
+
+    Raises:
+        ValueError: a document has no end, or .dockerignore takes something back.
+    """
     reader = _Reader(path.parent)
-    for line, word, rest in _instructions(path.read_text(encoding="utf-8")):
+    for line, word, rest in instructions.read(path.read_text(encoding="utf-8")):
         reader.take(line, word, rest)
     return reader.build()
 
@@ -185,8 +188,12 @@ class _Reader:
         self._steps.append(Run(judged.text, self._workdir or "/", env))
 
     def _take_copy(self, rest: str) -> Iterator[str]:
-        if match := _HEREDOC.match(rest):
-            yield from self._take_document(rest, match)
+        found = instructions.documents(rest.partition("\n")[0])
+        if len(found) > 1:
+            yield "several documents in one COPY are not done here"
+            return
+        if found and not found[0].start():
+            yield from self._take_document(rest, found[0])
             return
         words = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
         flags = [word for word in words if word.startswith("--")]
@@ -307,35 +314,6 @@ class _Reader:
         return _VARIABLE.sub(
             lambda m: known.get(m[1] or m[3], m[2] or ""), text
         ).replace("\\$", "$")
-
-
-def _instructions(text: str) -> Iterator[tuple[int, str, str]]:
-    """Yields the number of the line, the word in capitals and the rest of each."""
-    lines = text.split("\n")
-    i = 0
-    while i < len(lines):
-        first, line = i, lines[i].strip()
-        i += 1
-        if not line or line.startswith("#"):
-            continue
-        while line.endswith("\\") and i < len(lines):
-            more = lines[i].rstrip()
-            i += 1
-            if more and not more.lstrip().startswith("#"):
-                line = line[:-1] + more
-        word, _, rest = line.partition(" ")
-        word, rest = word.upper(), rest.strip()
-        if word in ("RUN", "COPY", "ADD"):
-            for match in _HEREDOC.finditer(rest):
-                body = []
-                while i < len(lines) and lines[i].strip() != match[2]:
-                    body.append(lines[i])
-                    i += 1
-                i += 1
-                is_script = word == "RUN" and match.span() == (0, len(rest.rstrip()))
-                end = [] if is_script else [match[2]]
-                rest = "\n".join([*([] if is_script else [rest]), *body, *end])
-        yield first + 1, word, rest
 
 
 def _ignored(path: pathlib.Path) -> list[str]:

@@ -111,6 +111,7 @@ class RefusalTest(FolderTest):
         ("no_folder", "FROM debian\nRUN true", "a WORKDIR"),
         ("system_folder", "FROM debian\nWORKDIR /etc/x", "cannot work in /etc/x"),
         ("quote", "FROM debian\nWORKDIR '/app", "WORKDIR cannot be read"),
+        ("texts", "FROM debian\nCOPY <<a <<b /x/\n1\na\n2\nb", "several documents in"),
     )  # fmt: skip
     def test_a_dockerfile_that_cannot_be_done(self, text, told):
         self.assertIn(told, self.refusal({"environment/Dockerfile": text + "\n"}))
@@ -202,6 +203,37 @@ class CopyTest(FolderTest):
         build = dockerfile.read(file / "stock/environment/Dockerfile")
         self.assertEqual([*build.steps[-1].files], [path])
         self.assertEmpty(build.refusals)
+
+    @parameterized.parameters(
+        ('python3 -c "print(1 << n)"',),
+        ("cat <<< hello > x",),
+        ("cat <<<hello > x",),
+        ("echo $((1<<n)) $((1 << n))",),
+        ("echo '<<EOF' \\<<EOF",),
+    )
+    def test_what_is_no_document_has_no_lines(self, command):
+        text = f"FROM debian\nWORKDIR /app\nRUN {command}\nCOPY tools .\n"
+        file = self.write({"environment/Dockerfile": text})
+        build = dockerfile.read(file / "stock/environment/Dockerfile")
+        self.assertEqual(build.steps[1].command, command)
+        self.assertEqual([*build.steps[2].files], ["/app/count"])
+
+    @parameterized.parameters(
+        ("RUN <<EOF\n  a\nb\nEOF", "  a\nb"),
+        ("RUN cat > x <<-'E.O' && c\na\nE.O", "cat > x <<-'E.O' && c\na\nE.O"),
+        ("RUN cat 'a' <<A 3<<\"B\"\na\nA\nb\nB", "cat 'a' <<A 3<<\"B\"\na\nA\nb\nB"),
+    )
+    def test_documents_go_to_their_ends(self, step, command):
+        text = f"FROM debian\nWORKDIR /app\n{step}\nCOPY tools .\n"
+        file = self.write({"environment/Dockerfile": text})
+        build = dockerfile.read(file / "stock/environment/Dockerfile")
+        self.assertEqual(build.steps[1].command, command)
+        self.assertLen(build.steps, 3)
+
+    def test_a_document_without_an_end_is_refused(self):
+        text = "FROM debian\nWORKDIR /app\nRUN cat <<EOF > x\na\nEOF2\nRUN true\n"
+        told = self.refusal({"environment/Dockerfile": text})
+        self.assertIn("Dockerfile:3: the document's last line, EOF, is missing", told)
 
 
 class CommandsTest(absltest.TestCase):
