@@ -2,10 +2,14 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from glm5_jax.environments import mixture, protocol
 from glm5_jax.rl import episodes as episodes_lib
+
+Run = Callable[
+    [episodes_lib.Context, episodes_lib.Job], Awaitable[episodes_lib.Episode]
+]
 
 
 class Room:
@@ -35,6 +39,7 @@ async def run_all(
     context: episodes_lib.Context,
     jobs: Sequence[episodes_lib.Job],
     on_episode: Callable[[int, episodes_lib.Episode], object] | None = None,
+    run: Run = episodes_lib.run,
 ) -> list[episodes_lib.Episode]:
     """Plays episodes, as many at once as the settings allow; returns them in order.
 
@@ -44,6 +49,7 @@ async def run_all(
         context: of all.
         jobs: the episodes. Those of one part begin in this order.
         on_episode: called with the index of a job when its episode ends.
+        run: plays an episode.
 
     Raises:
         Exception: the engine's, or that of `on_episode`; it ends all others.
@@ -53,7 +59,7 @@ async def run_all(
 
     async def play(i: int, job: episodes_lib.Job) -> None:
         async with room.place(job.task):
-            episodes[i] = await episodes_lib.run(context, job)
+            episodes[i] = await run(context, job)
             if on_episode is not None:
                 on_episode(i, episodes[i])
 

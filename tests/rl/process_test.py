@@ -267,6 +267,35 @@ class ProcessTest(parameterized.TestCase):
         asked = {body["sampling_params"]["seed"] for body in server.requests}
         self.assertEqual(asked, {held_out.FIRST_ID + i for i in range(4)})
 
+    @parameterized.parameters((1, 200), (1000, 500))
+    def test_an_evaluation_outlives_lost_answers(self, num_lost, wanted):
+        """One episode is played again, eight times in all."""
+        server = Server()
+        generate, asked = server.generate, []
+
+        async def losing(request):
+            seed = (await request.json())["sampling_params"]["seed"]
+            if seed == held_out.FIRST_ID:
+                asked.append(seed)
+                if len(asked) <= num_lost:
+                    return web.Response(status=502, text="the replica was lost")
+            return await generate(request)
+
+        server.generate = losing
+
+        async def run():
+            async with orchestrating(server) as ask:
+                return await ask("/evaluate")
+
+        with mock.patch.object(process, "_RETRY_SECONDS", 0.001):
+            status, answer = asyncio.run(run())
+        self.assertEqual(status, wanted)
+        if status == 200:
+            self.assertLen(answer["episodes"], 4)
+        else:
+            self.assertIn("the replica was lost", answer["error"])
+        self.assertLen(asked, 2 if status == 200 else orchestrator_lib.MAX_FAILURES)
+
     def test_an_evaluation_beside_the_steps_comes_with_a_later_one(self):
         server = Server()
 

@@ -32,6 +32,7 @@ from glm5_jax.data.chat import templates
 from glm5_jax.environments import threads
 from glm5_jax.rl import (
     at_once,
+    completer,
     entrance,
     held_out,
     jobs,
@@ -47,6 +48,7 @@ from glm5_jax.rl.actors import lag as lag_lib
 from glm5_jax.rl.actors import orchestrator as orchestrator_lib
 
 _REPAIR_SECONDS = 1.0
+_RETRY_SECONDS = 0.5  # from an engine's error to the next attempt, times their number
 _IDLE_SECONDS = 2.0  # of a connection to the servers, which keep it for 30 s
 _MAX_BODY = 2**26
 _NOT_READY = {"is_ready": False}
@@ -231,7 +233,7 @@ class Process:
         }
 
     async def _evaluate(self, body: dict[str, Any]) -> dict[str, Any]:
-        play = at_once.run_all
+        play = functools.partial(at_once.run_all, run=_played)
         if not await self._is_ready(
             "/evaluate", body, lambda: play(self._context, self._held_out)
         ):
@@ -285,6 +287,26 @@ class Process:
             "max_lag_seconds": round(self._lag.longest, 3),
             "repaired": self._fleet.num_repaired,
         }
+
+
+async def _played(
+    context: episodes_lib.Context, job: episodes_lib.Job
+) -> episodes_lib.Episode:
+    """Plays an episode, which begins again after an error of the engines.
+
+    Raises:
+      EngineError: they failed MAX_FAILURES times in a row.
+    """
+    num_failures = 0
+    while True:
+        try:
+            return await episodes_lib.run(context, job)
+        except completer.EngineError as error:
+            num_failures += 1
+            if num_failures == orchestrator_lib.MAX_FAILURES:
+                raise
+            logging.warning("An episode of the evaluation begins again: %s", error)
+        await asyncio.sleep(_RETRY_SECONDS * num_failures)
 
 
 def _answering(
