@@ -131,6 +131,12 @@ class Plan:
         folders += [self.search_folder(arm, seed)] if arm.search else []
         return [folder for folder in folders if folder.exists()]
 
+    def is_ready(self, job: Job) -> bool:
+        """Tells whether the arm that a run begins from is done, if there is one."""
+        arm = self.study.arm(job.arm)
+        before = self._before(arm, job.seed) if arm.after else None
+        return not arm.after or (before is not None and before.is_done)
+
     def _before(self, arm: study_lib.Arm, seed: int) -> Job | None:
         return self.chosen(self.study.arm(arm.after), seed)
 
@@ -310,7 +316,8 @@ def _run_children(
     plan: Plan, missing: Sequence[Job], parallel: int, command: Sequence[str]
 ) -> None:
     """Runs jobs whose parameters to start from are there, a process each."""
-    ready = [job for job in missing if _is_ready(job)]
+    ready = [job for job in missing if plan.is_ready(job)]
+    assert ready  # an arm's parent comes before it, and is known
     running: dict[subprocess.Popen, Job] = {}
 
     def end_all() -> None:
@@ -330,11 +337,6 @@ def _run_children(
                     _require_success(child, plan, running.pop(child))
         finally:
             end_all()
-
-
-def _is_ready(job: Job) -> bool:
-    before = job.config.init_from
-    return before is None or (pathlib.Path(before) / "summary.json").is_file()
 
 
 def _start(plan: Plan, job: Job, command: Sequence[str]) -> subprocess.Popen:

@@ -245,11 +245,11 @@ with open(pathlib.Path(root, "order"), "a") as file:
 class ChildrenTest(absltest.TestCase):
     """Runs at a time are processes; here small ones, without jax."""
 
-    def run_arms(self, *arms):
+    def run_arms(self, *arms, **changes):
         root = self.create_tempdir().full_path
         made = study.Study(
             question="?",
-            base=small_configs.text_run("python", "", num_steps=2),
+            base=small_configs.text_run("python", "", num_steps=2, **changes),
             arms=arms,
             metrics=(BITS,),
         )
@@ -262,6 +262,11 @@ class ChildrenTest(absltest.TestCase):
         self.assertCountEqual(order, [f"{a}/seed_{s}" for a in "ab" for s in (0, 1)])
         for seed in ("seed_0", "seed_1"):
             self.assertLess(order.index(f"a/{seed}"), order.index(f"b/{seed}"))
+
+    def test_a_study_that_begins_from_a_model_does_not_wait_for_it(self):
+        folder = self.create_tempdir().full_path  # of Hugging Face: no summary.json
+        arms = study.Arm(name="a"), study.Arm(name="b", after="a")
+        self.assertLen(self.run_arms(*arms, init_from=folder), 4)
 
     def test_a_finished_arm_from_which_others_began_is_not_trained_on(self):
         root = pathlib.Path(self.create_tempdir().full_path)
