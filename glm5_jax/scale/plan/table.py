@@ -25,6 +25,7 @@ STANDING = (
     "gradients",
     "sums of parts",
     "carries",
+    "kept results",
 )  # temporaries that live in a whole pass
 
 

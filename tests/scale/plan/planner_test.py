@@ -5,6 +5,7 @@ import functools
 import json
 import math
 import pathlib
+import re
 from unittest import mock
 
 from absl.testing import parameterized
@@ -218,6 +219,25 @@ class RankingTest(parameterized.TestCase):
             best = planner._best(config, "v5p:4x4x8")
         self.assertGreater(best.setting.chunks, plan.setting.chunks)
         self.assertTrue(best.fits)
+
+    def test_what_all_layers_keep_is_standing(self):
+        mesh = config_lib.MeshConfig(fsdp=64, expert=8)
+        model = dataclasses.replace(LARGE.model, remat_policy="kernels")
+        large = with_data(LARGE, batch_size=512)
+        config = dataclasses.replace(large, mesh=mesh, model=model)
+        plan = planner.estimate(config, "v5p:8x8x8")
+        made = planner.row(plan)["temporaries_gib"]
+        self.assertGreater(made["kept results"], 10)
+        one = {"fetched weights", "experts", "attention", "hidden states"}
+        one |= {"vocabulary", "states of MTP"}
+        working = sum(size for name, size in made.items() if name in one)
+        ranking = planner.Ranking("name", "v5p:8x8x8", [plan], 1, 1, "")
+        head, _, row = re.findall(r"^\|.*$", table.page(ranking, ""), re.MULTILINE)
+        shown = dict(zip(head.split(" | "), row.split(" | "), strict=True))
+        self.assertAlmostEqual(float(shown["working"]), working, delta=0.06)
+        self.assertAlmostEqual(
+            float(shown["standing"]), sum(made.values()) - working, delta=0.06
+        )
 
     @KNOWN
     def test_the_first_few_are_compiled_and_the_page_says_so(self):
