@@ -125,7 +125,13 @@ def _by_hand(
     here = _position(checkpoints / str(step), step)
     if num_left_out is None:
         newest = max(steps)  # the step itself, where only copies on hosts are newer
-        num_left_out = _position(checkpoints / str(newest), newest) - here
+        try:
+            num_left_out = _position(checkpoints / str(newest), newest) - here
+        except config_lib.DamagedError as error:
+            raise config_lib.DamagedError(
+                f"{error} It would tell how many batches the run had drawn: say with "
+                f"--leave_out=N how many to skip after step {step}."
+            ) from error
     rollback = Rollback(step, here - step + num_left_out, None)
     write(checkpoints.parent, rollback)
     for number in later:  # newest last, so that a killed command can be rerun

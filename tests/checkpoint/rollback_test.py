@@ -87,10 +87,16 @@ class ByHandTest(faults_test.FaultsTestCase):
         self.assertEqual(self.names(), ["1", "2", "3", "4"])
 
     def test_refuses_to_count_batches_by_a_step_of_another_number(self):
-        (self.step_folder(4) / "metadata" / "metadata").write_text('{"step": 3}')
+        metadata = self.step_folder(4) / "metadata" / "metadata"
+        metadata.write_text('{"step": 3}')
         with self.assertRaisesRegex(config_lib.DamagedError, "4 holds step 3"):
             rollback.by_hand(self.folder, 2)
+        metadata.unlink()
+        with self.assertRaisesRegex(config_lib.DamagedError, "--leave_out=N .* step 2"):
+            rollback.by_hand(self.folder, 2)
         self.assertEqual(self.names(), ["1", "2", "3", "4"])
+        made, _ = rollback.by_hand(self.folder, 2, 3)
+        self.assertEqual(made.position, 2 + 3)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,14 @@ class PreflightTest(runs.FolderTest):
         self.assertIn("new is free", text)
         self.assertFalse((self.root / "new").exists())
 
+    def test_a_folder_with_half_a_first_checkpoint_is_free(self):
+        """As after a kill in the first save: a start makes no use of it."""
+        folder = self.root / "half"
+        run_folder.claim(folder, self.config)
+        for name in ("4.orbax-checkpoint-tmp", "2.damaged"):
+            (folder / "checkpoints" / name).mkdir(parents=True)
+        self.assertIn("half is free", preflight.check(self.config, str(folder)))
+
     @parameterized.named_parameters(
         ("of a missing folder", {"source": "nowhere"}, "nowhere"),
         ("of a missing tokenizer", {"tokenizer": "nowhere.json"}, "nowhere.json"),

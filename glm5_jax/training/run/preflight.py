@@ -122,7 +122,7 @@ def _workdir_state(
 ) -> str:
     """Returns a line on what a start would do with the folder."""
     run_folder.require_usable(workdir, config)
-    if not any((workdir / "checkpoints").glob("[0-9]*")):
+    if not run_folder.has_checkpoint(workdir):
         return f"{workdir} is free"
     metadata = manager.read_metadata(workdir)
     if feed is not None:
