@@ -21,6 +21,7 @@ import tqdm
 from absl import logging
 from etils import epath
 
+from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import leaves as leaves_lib
 from glm5_jax.checkpoint import manifest, same_shapes, step_folder
 
@@ -32,9 +33,9 @@ _PLACING_BYTES = 2**26  # the same, while devices' parts are read one after anot
 class StepLeaf(leaves_lib.Leaf):
     """One parameter of a step."""
 
-    def __init__(self, store: tensorstore.TensorStore) -> None:
-        """Takes an open TensorStore array."""
-        self._store = store
+    def __init__(self, store: tensorstore.TensorStore, lacks: str) -> None:
+        """Takes an open TensorStore array, and the words for one that is gone."""
+        self._store, self._lacks = store, lacks
         self.shape, self.dtype = tuple(store.shape), store.dtype.numpy_dtype
 
     @property
@@ -45,8 +46,13 @@ class StepLeaf(leaves_lib.Leaf):
         return math.prod(sizes) * self.dtype.itemsize
 
     def read(self, window: leaves_lib.Window) -> np.ndarray:
-        """Reads the window, decoding the chunks that it touches."""
-        return self._store[window].read().result()
+        """Reads the window, decoding the chunks that it touches.
+
+        Raises:
+          DamagedError: a chunk is gone.
+        """
+        with _all_there(self._lacks):
+            return self._store[window].read().result()
 
 
 def open_params(
@@ -62,6 +68,7 @@ def open_params(
 
     Raises:
       InputError: the step is of another model.
+      DamagedError: a parameter is gone.
     """
     least = _CACHE_BYTES if least_cache is None else least_cache
     state = epath.Path(folder) / step_folder.PARAMS
@@ -85,13 +92,22 @@ def open_params(
         )
         opening = {
             path: tensorstore.open(
-                {"driver": driver, "kvstore": _key(state, path, is_ocdbt)},
+                {
+                    "driver": driver,
+                    "kvstore": _key(state, path, is_ocdbt),
+                    "fill_missing_data_reads": False,  # zeros, where a step is gone
+                },
                 context=context,
                 read=True,
             )
             for path in names
         }
-        return {path: StepLeaf(store.result()) for path, store in opening.items()}
+        found = {}
+        for path, store in opening.items():
+            lacks = f"{folder} lacks files of {'.'.join(path)!r}"
+            with _all_there(lacks):
+                found[path] = StepLeaf(store.result(), lacks)
+        return found
 
     found = open_all(least)
     theirs = {path: leaf.shape for path, leaf in found.items()}
@@ -168,6 +184,21 @@ def _needed_cache(path: leaves_lib.Path, leaf: StepLeaf) -> int:
     """
     tensor = math.prod(leaf.shape[leaves_lib.stack_depth(path) :])
     return max(tensor * leaf.dtype.itemsize, 2 * leaf.chunk_bytes)
+
+
+@contextlib.contextmanager
+def _all_there(lacks: str) -> Iterator[None]:
+    """Raises a DamagedError that begins so where TensorStore finds a file missing."""
+    try:
+        yield
+    except ValueError as error:
+        if not str(error).startswith("NOT_FOUND"):
+            raise
+        raise config_lib.DamagedError(
+            f"{lacks}: perhaps its run deleted the step, or set it aside in a rollback,"
+            f" while it was read. Read a step that stays: a newer one, a copy of its "
+            f"folder, or raise the run's checkpoints_to_keep."
+        ) from error
 
 
 @contextlib.contextmanager

@@ -8,13 +8,14 @@ import numpy as np
 import tensorstore
 from absl import logging
 from absl.testing import parameterized
+from etils import epath
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import leaves as leaves_lib
 from glm5_jax.checkpoint import manager as manager_lib
-from glm5_jax.checkpoint import step_windows, stored
+from glm5_jax.checkpoint import step_folder, step_windows, stored
 from tests import environment
 from tests.checkpoint import steps
 
@@ -108,6 +109,38 @@ class WindowsTest(steps.StepsTestCase):
         manager_lib.require_shapes(self.folder, self.params)
 
 
+class GoneTest(steps.StepsTestCase):
+    """Steps that their run deletes or sets aside while another program reads them."""
+
+    @parameterized.product(is_of_training=[True, False], is_renamed=[True, False])
+    def test_what_is_gone_is_an_error_and_not_zeros(self, is_of_training, is_renamed):
+        folder = epath.Path(self.step_folder(1))
+        params = {"w": np.ones((3, 4), np.float32)}
+        if is_of_training:
+            manager = self.open()
+            manager.save(1, {"params": jax.tree.map(jnp.asarray, params)}, {})
+            manager.close()
+        else:
+            leaves = jax.tree.map(leaves_lib.DeviceLeaf, params)
+            step_windows.save_params(folder, leaves, {"step": 1})
+        leaf = step_windows.open_params(folder, params)[("w",)]
+        if is_renamed:
+            step_folder.set_aside(folder, step_folder.ABANDONED)
+        else:
+            step_folder.remove(folder)
+        message = "/1 lacks files of 'w': perhaps its run deleted.*checkpoints_to_keep"
+        with self.assertRaisesRegex(config_lib.DamagedError, message):
+            leaf.read((slice(0, 3), slice(0, 4)))
+
+    def test_a_parameter_that_is_gone_before_it_is_opened(self):
+        leaves = {"w": leaves_lib.DeviceLeaf(np.ones((3, 4), np.float32))}
+        folder = epath.Path(self.step_folder(1))
+        step_windows.save_params(folder, leaves, {"step": 1})
+        step_folder.remove(folder / step_folder.PARAMS / "params.w")
+        with self.assertRaisesRegex(config_lib.DamagedError, "its run deleted"):
+            step_windows.open_params(folder, leaves)
+
+
 class ChunkShapeTest(parameterized.TestCase):
     @parameterized.parameters(
         ((1000, 7), (0,), 280, (10, 7)),  # 28 bytes a row
@@ -151,7 +184,7 @@ class CacheTest(steps.StepsTestCase):
             },
             create=True,
         ).result()
-        leaf = step_windows.StepLeaf(store)
+        leaf = step_windows.StepLeaf(store, "")
         self.assertEqual(leaf.chunk_bytes, size)
         self.assertEqual(step_windows._needed_cache(path, leaf), want)
 
