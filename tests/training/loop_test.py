@@ -106,8 +106,11 @@ class RunTest(runs.OneDeviceTest):
             loop.train(config, folder)
         self.assertEqual(step_folder.find(folder).name, "3")
         with self.assertLogs("absl", "INFO") as logs:
-            loop.train(config, folder)
+            loop.train(dataclasses.replace(config, num_steps=5), folder)  # ends it
         self.assertIn("Resumes from step 5", "".join(logs.output))
+        self.assertEqual(step_folder.find(folder).name, "5")
+        self.assertEmpty([*host.rglob("*.shards")])
+        loop.train(config, folder)
         ended = [runs.params_of(run, MODEL) for run in (folder, self.workdir)]
         jax.tree.map(np.testing.assert_array_equal, *ended)
         self.assertEmpty([*host.rglob("*.shards")])

@@ -152,9 +152,15 @@ class Run:
     def close(self, keeps_copies: bool = False) -> None:
         """Waits for saves; the last checkpoint replaces the hosts' copies.
 
+        A run that began from a newer copy, and ends where it began, saves one first.
+
         Args:
           keeps_copies: the run ends by an error, without such a checkpoint.
         """
+        if self.copies and not keeps_copies:
+            self.checkpoints.wait()
+            if self.step > max(self.checkpoints.newest_sealed(), 0):
+                self.save()
         self.checkpoints.close()
         if self.copies and not keeps_copies:
             self.copies.drop()
