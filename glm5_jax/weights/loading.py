@@ -104,11 +104,8 @@ def load_model(
     tokenizer = tokenizer_of(source)
     if tokenizer is not None:
         tokenizer_lib.check_vocab(tokenizer, config.vocab_size)
-    stored, keeps_indexers = read_config(source), not source.is_huggingface
-    old = to_variants.source_of(stored, config, by_indexers=keeps_indexers)
+    old = _converted_from(source, config, by_indexers=not source.is_huggingface)
     if old is not None:
-        to_variants.require_convertible(old, config)
-        index_share.require_indexers(old, config)
         params = _read(source, old, to_variants.abstract_source(old, abstract))
         params = to_variants.load(params, old, config, abstract)
     elif source.is_huggingface:
@@ -133,14 +130,26 @@ def load_params(
       abstract_params: shapes, types and shardings of the result.
 
     Raises:
-      InputError: nothing usable is there, or it has other shapes.
+      InputError: nothing usable is there, it has other shapes, or a layer lacks its
+        indexer.
     """
     source = find(path)
-    old = to_variants.source_of(read_config(source), config)
+    old = _converted_from(source, config)
     if old is None:
         return _finite(_read(source, config, abstract_params), path)
     params = _read(source, old, to_variants.abstract_source(old, abstract_params))
     return _finite(to_variants.load(params, old, config, abstract_params), path)
+
+
+def _converted_from(
+    source: Source, config: config_lib.ModelConfig, by_indexers: bool = False
+) -> config_lib.ModelConfig | None:
+    """Returns `to_variants.source_of` after a check that it can be converted."""
+    old = to_variants.source_of(read_config(source), config, by_indexers)
+    if old is not None:
+        to_variants.require_convertible(old, config)
+        index_share.require_indexers(old, config)
+    return old
 
 
 def _read(source: Source, config: config_lib.ModelConfig, abstract_params: Any) -> dict:
@@ -165,13 +174,10 @@ def require_params(path: Path, config: config_lib.ModelConfig) -> None:
       config: of the model.
 
     Raises:
-      InputError: nothing usable is there, or it has other shapes.
+      InputError: as in `load_params`.
     """
     source = find(path)
-    old = to_variants.source_of(read_config(source), config)
-    if old is not None:
-        to_variants.require_convertible(old, config)
-        config = old
+    config = _converted_from(source, config) or config
     abstract = transformer.abstract_params(config)
     if source.is_huggingface:
         huggingface.open_params(source.weights, config, abstract, config.param_dtype)

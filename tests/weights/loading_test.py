@@ -1,5 +1,6 @@
 """Finds models by path, and runs the commands that read and rewrite them."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -198,6 +199,24 @@ class LoadTest(FolderTest):
         for layer in want["layers_1"].values():  # a scan of its own for each layer
             del layer["indexer"]
         self.assert_trees_equal(found, want)
+
+    def test_init_from_draws_no_indexer_for_a_layer_that_shared_one(self):
+        run = self.make_run(steps=())
+        shared = dataclasses.replace(TINY, index_topk_pattern="FS")
+        settings = {"model": command_line.to_json_dict(shared)}
+        (run / "config.json").write_text(json.dumps(settings))
+        params = jax.tree.map(jnp.asarray, self.params)
+        del params["layers_1"]["block_0"]["indexer"]
+        with contextlib.closing(manager.CheckpointManager(run, keep=9)) as checkpoints:
+            checkpoints.save(0, {"params": params, "opt_state": {}}, {})
+        types = {"layer_types": ("latent_sliding", "latent")}
+        wanted = dataclasses.replace(TINY, index_topk_pattern="-F", **types)
+        abstract = transformer.abstract_params(wanted)
+        message = r"F at layers \[1\]"
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            loading.require_params(run, wanted)
+        with self.assertRaisesRegex(config_lib.InputError, message):
+            loading.load_params(run, wanted, abstract)
 
     def test_attention_that_cannot_be_converted_is_refused_without_reading(self):
         variants = tiny.SIZES_OF_VARIANTS  # heads narrower than those of TINY
