@@ -4,7 +4,6 @@ Those runs may go on meanwhile. The steps are part of a checkpoint's metadata.
 """
 
 import json
-import pathlib
 from collections.abc import Mapping
 
 from glm5_jax import config as config_lib
@@ -42,9 +41,8 @@ def resolve(config: config_lib.TrainConfig, known: Steps | None) -> dict[str, in
 def _newest(folder: str) -> int | None:
     """Returns the newest step of a run; None: the folder is no run's."""
     source = loading.find(folder)
-    is_run = not source.is_huggingface
-    is_step = pathlib.PurePath(folder).parent.name == "checkpoints"
-    return int(source.weights.name) if is_run and not is_step else None
+    is_run = not (source.is_huggingface or source.is_step)
+    return int(source.weights.name) if is_run else None
 
 
 def path(steps: Steps, folder: str) -> str:

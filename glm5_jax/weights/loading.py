@@ -50,6 +50,7 @@ class Source(NamedTuple):
     folder: pathlib.Path  # with config.json and, perhaps, tokenizer.json
     weights: pathlib.Path
     settings: dict[str, Any]  # content of config.json
+    is_step: bool = False  # whether a step was named, not its run
 
     @property
     def is_huggingface(self) -> bool:
@@ -236,7 +237,8 @@ def find(path: Path) -> Source:
     path = pathlib.Path(step_folder.absolute(path))
     if not path.is_dir():
         raise config_lib.InputError(f"There is no folder {path}.")
-    is_step = path.parent.name == "checkpoints"
+    has_config = (path / "config.json").exists()  # which no step has
+    is_step = path.parent.name == "checkpoints" and not has_config
     folder = path.parent.parent if is_step else path
     try:
         settings = huggingface_config.read_json(folder / "config.json")
@@ -253,7 +255,7 @@ def find(path: Path) -> Source:
             f"{folder / 'config.json'} describes no model: it has neither a section "
             f"'model' (as in a run) nor a model_type (as in a Hugging Face folder)."
         )
-    return Source(folder, pathlib.Path(step_folder.find(path)), settings)
+    return Source(folder, pathlib.Path(step_folder.find(path)), settings, is_step)
 
 
 def read_config(

@@ -12,7 +12,7 @@ from glm5_jax import config as config_lib
 from glm5_jax import environments, losses
 from glm5_jax.checkpoint import manager
 from glm5_jax.model import transformer
-from glm5_jax.training import loop, policy, reference, replay
+from glm5_jax.training import loop, pinned, policy, reference, replay
 from glm5_jax.training import program as program_lib
 from glm5_jax.training.reporting import metrics
 from glm5_jax.training.run import folder as run_folder
@@ -131,6 +131,16 @@ class ReferenceTest(runs.OneDeviceTest):
             )
             self.assertEqual(here, there)
         self.assertTrue(replay.replay(run).is_same)
+
+    def test_the_step_of_a_run_in_any_folder_is_pinned(self):
+        start = self.root / "checkpoints" / "start"
+        shutil.copytree(self.start, start)
+        for path, pinned_steps in (
+            (start, {str(start): 1}),
+            (start / "checkpoints" / "1", {}),
+        ):
+            config = dataclasses.replace(self.config, init_from=str(path))
+            self.assertEqual(pinned.resolve(config, None), pinned_steps)
 
     def test_a_mesh_gives_the_step_what_it_takes(self):
         mesh = runs.first_devices(fsdp=2)

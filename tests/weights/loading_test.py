@@ -115,6 +115,17 @@ class LoadTest(FolderTest):
         self.assertIsNotNone(tokenizer)
         self.assert_trees_equal(params, jax.tree.map(lambda x: x + 3, self.params))
 
+    def test_any_folder_may_be_called_checkpoints(self):
+        (self.folder / "checkpoints").mkdir()
+        run = self.make_run("checkpoints/run")
+        for path, is_step in ((run, False), (run / "checkpoints" / "3", True)):
+            found = loading.find(path)
+            self.assertEqual((found.folder, found.is_step), (run, is_step))
+            self.assertEqual(found.weights, run / "checkpoints" / "3")
+        other = self.folder / "checkpoints" / "huggingface"
+        other.symlink_to(GOLDEN)
+        self.assertEqual(loading.find(other).weights, other)
+
     def test_huggingface_folder(self):
         config, params, tokenizer = loading.load_model(GOLDEN)
         self.assertEqual((config.dtype, config.param_dtype), ("bfloat16", "bfloat16"))
