@@ -29,6 +29,8 @@ from glm5_jax.weights import (
 )
 
 MANIFEST = "quantization.json"
+# Fields that change logits and that the config.json of the new folder has no key for.
+_UNWRITTEN = ("attention", "index_dtype")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,7 +132,8 @@ def _calibrated(
         changed = equivalents.rewritten(params, method)
         _write(loading.find(checkpoint), changed, config, target, options.scheme)
     if rows is not None:
-        config, params, _ = quantized_loading.load_model(target)
+        own = [(f"model.{name}", getattr(config, name)) for name in _UNWRITTEN]
+        config, params, _ = quantized_loading.load_model(target, own)
         report["bits_per_byte"] = _bits_per_byte(params, config, rows)
     return report | {"calibration": method}
 

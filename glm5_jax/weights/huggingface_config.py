@@ -351,12 +351,7 @@ def write_config(
             "logits will differ by about 1e-4.",
             eps,
         )
-    if config.index_dtype != "auto":
-        logging.warning(
-            "config.json cannot say index_dtype=%s: give --config.model.index_dtype "
-            "where this program reads the folder.",
-            config.index_dtype,
-        )
+    _warn_of_lost(config)
     dropped = SUPERSEDED | OURS
     kept = {k: v for k, v in (extra or {}).items() if k not in dropped}
     values = kept | values
@@ -365,6 +360,23 @@ def write_config(
     if path.exists():
         raise config_lib.InputError(f"{path} exists; choose another folder.")
     path.write_text(json.dumps(values, indent=2) + "\n")
+
+
+def _warn_of_lost(config: config_lib.ModelConfig) -> None:
+    """Warns of fields that change logits and that config.json has no key for."""
+    if config.index_dtype != "auto":
+        logging.warning(
+            "config.json cannot say index_dtype=%s: give --config.model.index_dtype "
+            "where this program reads the folder.",
+            config.index_dtype,
+        )
+    if config.attention != "sparse":
+        logging.warning(
+            "config.json cannot say attention=%s: give --config.model.attention=dense "
+            "where this program reads the folder. Otherwise it selects keys, as "
+            "transformers always does, with the indexers as they are, trained or not.",
+            config.attention,
+        )
 
 
 def _rope_parameters(config: config_lib.ModelConfig) -> dict[str, Any]:

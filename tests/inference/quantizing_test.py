@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+from unittest import mock
 
 import jax
 import numpy as np
@@ -99,6 +100,19 @@ class QuantizingTest(absltest.TestCase):
         quantizing.quantize(str(changed), str(other), options)
         wanted = quantized_loading.load_model(other)[1]
         jax.tree.map(np.testing.assert_array_equal, params, wanted)
+
+    def test_the_same_mathematics_is_scored_before_and_after(self):
+        """The new folder's config.json can hold neither of these fields."""
+        wanted = {"attention": "dense", "index_dtype": "fp8"}
+        overrides = [(f"model.{name}", value) for name, value in wanted.items()]
+        options = quantizing.Options(scheme="int8", data=str(self.text))
+        target = str(self.folder / "coded")
+        with mock.patch.object(quantizing, "_bits_per_byte", return_value=1.0) as score:
+            quantizing.quantize(str(self.plain), target, options, overrides)
+        self.assertEqual(score.call_count, 2)
+        for call in score.call_args_list:
+            found = {name: getattr(call.args[1], name) for name in wanted}
+            self.assertEqual(found, wanted)
 
     def test_a_text_is_cut_into_halves(self):
         """The first chooses, the second is scored; the middle row is in the second."""

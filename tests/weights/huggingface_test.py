@@ -302,6 +302,15 @@ class SaveTest(FolderCase):
         self.assertIn("config.json cannot say index_dtype=fp8", logs.output[0])
         self.assertNotIn("index_dtype", (folder / "config.json").read_text())
 
+    def test_dense_attention_is_not_forgotten_in_silence(self):
+        for attention in ("dense", "dense_with_indexer_loss"):
+            folder = pathlib.Path(self.create_tempdir().full_path)
+            with self.assertLogs("absl", "WARNING") as logs:
+                huggingface.write_config(tiny.model(attention=attention), folder)
+            self.assertIn(f"cannot say attention={attention}", logs.output[0])
+            self.assertIn("give --config.model.attention=dense", logs.output[0])
+            self.assertEqual(huggingface.read_config(folder).attention, "sparse")
+
     def test_several_modules_of_drafts_have_no_such_folder(self):
         for num_modules in (0, 1):
             config = tiny.model(num_nextn_predict_layers=num_modules)
