@@ -188,6 +188,20 @@ class RemoteTest(parameterized.TestCase):
             complete(busy, seconds=60.0)
         self.assertEqual(slept, waits)
 
+    def test_a_server_may_be_busy_for_hours(self):
+        """A float has no 2^1024."""
+        answers = [(503, "", 0.0)] * 1030 + [(200, ANSWER, 0.0)]
+        session = mock.Mock(spec=aiohttp.ClientSession)
+        made = remote.Remote(session, "http://a:1", 64, seconds=1e6)
+        sleep = mock.AsyncMock()
+        with (
+            mock.patch.object(made, "_ask", mock.AsyncMock(side_effect=answers)),
+            mock.patch.object(remote, "asyncio", mock.Mock(sleep=sleep)),
+        ):
+            found = asyncio.run(made.complete(REQUEST))
+        self.assertEqual(found.tokens, [5, 9])
+        self.assertEqual(sleep.await_args, mock.call(5.0))
+
     def test_no_time_left_is_no_request(self):
         """A limit of 0 seconds would be none for aiohttp."""
         clock = mock.Mock(monotonic=mock.Mock(return_value=100.0))

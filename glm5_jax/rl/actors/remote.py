@@ -79,7 +79,8 @@ class Remote:
             if status not in _BUSY:
                 raise completer.EngineError(f"{self._url} answers {status}: {answer}")
             attempt += 1
-            await asyncio.sleep(min(max(wait, 0.05 * 2**attempt), _MAX_WAIT, left))
+            wait = max(wait, 0.05 * 2 ** min(attempt, 10))  # 2^1024 is no float
+            await asyncio.sleep(min(wait, _MAX_WAIT, left))
 
     async def _ask(
         self, request: requests.Request, seconds: float
