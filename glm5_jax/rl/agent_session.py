@@ -170,28 +170,41 @@ class AgentSession:
     def _said(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Returns the conversation in our form, with our answers as sampled.
 
+        They are looked for from the end on: examples, which are not ours, come first,
+        and may have the words of an answer.
+
         Raises:
           InputError: a message is malformed.
         """
         if not messages:
             raise config.InputError("messages must have at least one message.")
-        said, ours = [], iter(self._answers)
-        for message in messages:
-            role = message.get("role")
-            plain = {"role": "system" if role == "developer" else role}
-            plain["content"] = messages_lib.text_of(message, "content")
-            if role == "assistant":
-                calls = [*map(messages_lib.call_of, messages_lib.calls_in(message))]
-                own = next(ours, None)
-                if own is not None and _words(own) == (plain["content"], calls):
-                    said.append(own)
-                    continue
-                if calls:
-                    functions = [{"name": n, "arguments": a} for n, a in calls]
-                    plain["tool_calls"] = [{"function": f} for f in functions]
-            messages_lib.role_of(plain)
-            said.append(plain)
+        said = [*map(_plain, messages)]
+        ours = [*map(_words, self._answers)]
+        for place in reversed(range(len(said))):
+            words = _words(said[place])
+            if said[place]["role"] == "assistant" and words in ours:
+                while ours.pop() != words:
+                    pass
+                said[place] = self._answers[len(ours)]
         return said
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a message with what we read of it.
+
+    Raises:
+      InputError: it is malformed.
+    """
+    role = message.get("role")
+    plain = {"role": "system" if role == "developer" else role}
+    plain["content"] = messages_lib.text_of(message, "content")
+    if role == "assistant":
+        calls = [*map(messages_lib.call_of, messages_lib.calls_in(message))]
+        if calls:
+            functions = [{"name": n, "arguments": a} for n, a in calls]
+            plain["tool_calls"] = [{"function": f} for f in functions]
+    messages_lib.role_of(plain)
+    return plain
 
 
 def _words(message: Mapping[str, Any]) -> tuple[str, list]:

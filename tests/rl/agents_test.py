@@ -803,6 +803,35 @@ class AgentsTest(parameterized.TestCase):
         wanted = TEMPLATE.render(said, [TOOL], add_generation_prompt=True)
         self.assertEqual(engine.prompts, [wanted.tokens])
 
+    @parameterized.parameters("two", "five")
+    def test_examples_before_the_question_fork_nothing(self, example):
+        """Also one that has the words of an answer."""
+        session, _ = self.session(*[ANSWERS[0]] * 3)
+        asked = [
+            {"role": "user", "content": "1 + 1?"},
+            {"role": "assistant", "content": example},
+            {"role": "user", "content": "2 + 3?"},
+        ]
+        for _ in range(3):
+            message, _ = asyncio.run(session.answer(asked))
+            asked.append({"role": "assistant", "content": message["content"]})
+            asked.append({"role": "user", "content": "Sure?"})
+        self.assertEqual((session.num_turns, session.num_forks), (3, 0))
+        said = [m for m in session.transcript if m["role"] == "assistant"]
+        thoughts = [message.get("reasoning_content") for message in said]
+        self.assertEqual(thoughts, [None, "so", "so", "so"])
+
+    def test_what_an_agent_left_out_is_no_example(self):
+        """The second answer is still known without the first one."""
+        session, _ = self.session(*ANSWERS, ANSWERS[0])
+        asked = [{"role": "user", "content": "2 + 3?"}]
+        asyncio.run(session.answer(asked))
+        message, _ = asyncio.run(session.answer(asked))
+        asked.append({"role": "assistant", "content": message["content"]})
+        asyncio.run(session.answer([*asked, {"role": "user", "content": "Sure?"}]))
+        self.assertEqual((session.num_turns, session.num_forks), (3, 1))
+        self.assertIs(session.transcript[1], message)
+
     def test_wrong_messages_fork_nothing(self):
         session, _ = self.session("<|user|>")
         asked = [{"role": "user", "content": "2 + 3?"}]
