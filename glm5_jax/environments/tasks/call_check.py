@@ -3,7 +3,8 @@
 A possible answer is {NAME: {PARAMETER: [VALUE, ...]}}; the value "" means that the
 parameter may be left out. Texts are equal if they differ in capitals, blanks, quotes
 and , . / - _ * ^ alone; all else is exact. The rules are those of BFCL's check of
-abstract syntax trees for Python, without its pardon for names of variables.
+abstract syntax trees for Python, without its pardon for names of variables. Of
+calls that fit several answers, BFCL gives each answer the first, here any match counts.
 """
 
 import re
@@ -20,16 +21,38 @@ def is_right(calls: Sequence[Call], wanted: Sequence[Possible]) -> bool:
     """Returns whether calls match the possible answers one to one, in any order."""
     if len(calls) != len(wanted):
         return False
-    rest = list(calls)
+    fitting = []  # places of the calls that fit each possible answer
     for possible in wanted:
         ((name, parameters),) = possible.items()
-        for call in rest:
-            if call[0] == name and _fit(call[1], parameters):
-                rest.remove(call)
-                break
-        else:
-            return False
-    return True
+        fits = [call[0] == name and _fit(call[1], parameters) for call in calls]
+        fitting.append([i for i, fit in enumerate(fits) if fit])
+    answers: dict[int, int] = {}  # by the place of the call that has it
+    return all(_has_call(i, fitting, answers, set()) for i in range(len(wanted)))
+
+
+def _has_call(
+    answer: int,
+    fitting: Sequence[Sequence[int]],
+    answers: dict[int, int],
+    seen: set[int],
+) -> bool:
+    """Gives a possible answer a call, for which others may change theirs.
+
+    Args:
+        answer: its place.
+        fitting: places of the calls that fit each.
+        answers: that have a call, by its place; it is changed.
+        seen: places of calls that were tried; it is changed.
+    """
+    for place in fitting[answer]:
+        if place in seen:
+            continue
+        seen.add(place)
+        other = answers.get(place)
+        if other is None or _has_call(other, fitting, answers, seen):
+            answers[place] = answer
+            return True
+    return False
 
 
 def right_call(possible: Possible) -> Call:

@@ -72,6 +72,15 @@ class CheckTest(parameterized.TestCase):
         overlapping = [{"f": {"a": [1, 2]}}, {"f": {"a": [1, 3]}}]
         self.assertTrue(call_check.is_right([one, one], overlapping))
         self.assertFalse(call_check.is_right([one, ("f", {"a": 4})], overlapping))
+        # The first of them fits both, the second the first alone.
+        wide = [{"f": {"a": [1, 2]}}, {"f": {"a": [1]}}]
+        for calls in ([one, two], [two, one]):
+            self.assertTrue(call_check.is_right(calls, wide))
+            self.assertTrue(call_check.is_right(calls, wide[::-1]))
+        wider = [{"f": {"a": [1, 2, 3]}}, {"f": {"a": [1, 2]}}, {"f": {"a": [1]}}]
+        three = ("f", {"a": 3})
+        self.assertTrue(call_check.is_right([one, two, three], wider))
+        self.assertFalse(call_check.is_right([two, two, three], wider))
 
     def test_nested_values(self):
         right = {"rows": [{"n": 2}], "plain": {"deep": {"x": 1}}}
