@@ -34,9 +34,9 @@ def grouped_codes(
       codes: float8_e4m3fn, int8; or uint8, where a byte holds the int4 codes of inputs
         2 d (the lower bits) and 2 d + 1.
       scales: of all G matrices, or of those of the E groups alone.
-      group_sizes: rows of each group. Rows after the last group give zeros; groups are
-        cut where the M rows end.
-      first: matrix of the first group.
+      group_sizes: rows of each of up to G groups. Rows after the last group give
+        zeros; groups are cut where the M rows end.
+      first: matrix of the first group; clamped, so that all groups have a matrix.
       implementation: "tpu" (for as many rows as fit VMEM), "reference", or None.
 
     Returns:
@@ -46,9 +46,40 @@ def grouped_codes(
       ValueError: if shapes or types do not fit each other.
       NotImplementedError: if a named implementation cannot take the arguments.
     """
-    per_byte = 2 if codes.dtype == jnp.uint8 else 1
-    (_, depth), (_, _, width) = x.shape, codes.shape
-    if per_byte * codes.shape[1] != depth or scales.shape[2] != width:
+    first = jnp.asarray(first)
+    _check(x, codes, scales, group_sizes, first)
+    group_sizes = contract.groups(group_sizes, x.shape[0])
+    first = jnp.clip(first.astype(jnp.int32), 0, len(codes) - len(group_sizes))
+    return dispatch.run(_OP, implementation, (x, codes, scales, group_sizes, first))
+
+
+def _check(
+    x: Array, codes: Array, scales: Array, group_sizes: Array, first: Array
+) -> None:
+    """Checks that the arrays have shapes and types that fit each other.
+
+    Raises:
+      ValueError: if they have not.
+    """
+    floats = {"scales": (scales, "some blocks F")}
+    eight_bits, in_bytes = {}, {}
+    (eight_bits if x.dtype == jnp.int8 else floats)["x"] = x, "M D"
+    is_packed = codes.dtype == jnp.uint8
+    (in_bytes if is_packed else eight_bits)["codes"] = codes, "G stored F"
+    integers = {"group_sizes": (group_sizes, "E"), "first": (first, "")}
+    known = contract.sizes("grouped_codes", floats, integers, eight_bits, in_bytes)
+    contract.positive("grouped_codes", blocks=known["blocks"])
+    if x.dtype == jnp.int8 and codes.dtype == jnp.float8_e4m3fn:
+        raise ValueError(
+            "grouped_codes: int8 rows meet integer codes, got float8_e4m3fn."
+        )
+    if not 1 <= known["E"] <= known["G"]:
+        raise ValueError(
+            f"grouped_codes: group_sizes must be of 1 .. {known['G']} groups, as many "
+            f"as codes has matrices, got {known['E']}."
+        )
+    per_byte, (depth, width) = 1 + is_packed, (known["D"], known["F"])
+    if per_byte * codes.shape[1] != depth:
         raise ValueError(
             f"grouped_codes: codes must be [G, {depth // per_byte}, {width}] for rows "
             f"of {depth} inputs and scales [g, blocks, {width}], got "
@@ -65,9 +96,6 @@ def grouped_codes(
             f"grouped_codes: scales must be of all {codes.shape[0]} matrices or of the "
             f"{len(group_sizes)} groups, got {scales.shape[0]}."
         )
-    group_sizes = contract.groups(group_sizes, x.shape[0])
-    first = jnp.asarray(first, jnp.int32)
-    return dispatch.run(_OP, implementation, (x, codes, scales, group_sizes, first))
 
 
 def takes_grouped_codes(

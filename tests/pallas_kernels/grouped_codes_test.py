@@ -9,7 +9,7 @@ from absl.testing import parameterized
 
 from pallas_kernels import block_sizes, chips, grouped_codes, takes_grouped_codes
 from pallas_kernels.grouped_codes import tpu
-from tests import environment
+from tests import environment, typecheck
 from tests.pallas_kernels import program
 from tests.pallas_kernels.dispatch_test import meant_for
 
@@ -110,6 +110,44 @@ class GroupedCodesTest(parameterized.TestCase):
         scales = jnp.ones((NUM_MATRICES, DEPTH, WIDTH))
         with self.assertRaisesRegex(ValueError, "into whole bytes, got 512"):
             grouped_codes(x, codes, scales, sizes, FIRST)
+
+    @parameterized.named_parameters(
+        ("codes", {"codes": "int32"}, "codes must be float8_e4m3fn or int8, got int32"),
+        ("rows", {"x": "int32"}, "x must be floats"),
+        ("sizes", {"sizes": "float32"}, "group_sizes must be signed integers"),
+        ("float8", {"x": "int8", "codes": "float8_e4m3fn"}, "int8 rows meet integer"),
+    )
+    def test_wrong_types_are_told(self, types, message):
+        *args, _ = make_inputs("int8", 4, False)
+        named = dict(zip(("x", "codes", "scales", "sizes"), args, strict=True))
+        named |= {name: named[name].astype(dtype) for name, dtype in types.items()}
+        told = self.assertRaisesRegex(ValueError, f"^grouped_codes: {message}")
+        with typecheck.off(), told:
+            grouped_codes(*named.values(), FIRST)
+
+    @parameterized.parameters(
+        ((5, 128), (3,), (), "scales must be .some, blocks, F., got"),
+        ((5, 0, 128), (3,), (), "blocks must be at least 1, got 0"),
+        ((5, 4, 128), (6,), (), "group_sizes must be of 1 .. 5 groups.*got 6"),
+        ((5, 4, 128), (0,), (), "group_sizes must be of 1 .. 5 groups.*got 0"),
+        ((5, 4, 128), (3,), (1,), "first must be"),
+    )
+    def test_wrong_ranks_and_numbers_are_told(self, scales, sizes, first, message):
+        x, codes, *_ = make_inputs("int8", 4, False)
+        sizes, first = (jnp.ones(shape, jnp.int32) for shape in (sizes, first))
+        told = self.assertRaisesRegex(ValueError, f"^grouped_codes: {message}")
+        with typecheck.off(), told:
+            grouped_codes(x, codes, jnp.ones(scales), sizes, first)
+
+    @parameterized.parameters(
+        ("reference", -1, 0), ("reference", 4, 2), ("tpu_interpret", 4, 2)
+    )
+    def test_all_groups_have_a_matrix_of_the_stack(self, name, beyond, last):
+        *args, _ = make_inputs("int8", 4, True)
+        got, want = (
+            grouped_codes(*args, first, implementation=name) for first in (beyond, last)
+        )
+        np.testing.assert_array_equal(got, want)
 
     def test_groups_are_cut_where_the_rows_end(self):
         x, codes, scales, _, _ = make_inputs("int8", 4, True)
