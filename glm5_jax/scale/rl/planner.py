@@ -135,9 +135,8 @@ def make(
         weights=asked.engine_weights,
         report=asked.engine_report,
     )
-    found = splits.of(topology, num_slices, engine.topology)
-    if config.stage_record.feed != "stream":  # the stage's engine is the trainer's
-        found.append(splits.alternating(topology, num_slices, engine.topology))
+    is_one = config.stage_record.feed != "stream"  # the engine is the trainer's
+    found = splits.of(topology, num_slices, engine.topology, takes_turns=is_one)
     plans, refused = _plans(found, engine, config, config_name, asked)
     if not plans:
         split, why = max(refused, key=lambda pair: pair[0].training)

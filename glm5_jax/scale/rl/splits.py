@@ -39,17 +39,20 @@ class Split:
         return max(self.sampling, self.training) if self.takes_turns else both
 
 
-def of(topology: str, num_slices: int, engine: str) -> list[Split]:
+def of(
+    topology: str, num_slices: int, engine: str, *, takes_turns: bool = False
+) -> list[Split]:
     """Lists the splits, those with the smallest trainer first.
 
     Args:
       topology: of a slice.
       num_slices: number of slices of that shape.
       engine: topology of an engine.
+      takes_turns: all devices may also sample, then train.
 
     Raises:
       InputError: there is no such topology, an engine is of other chips, or the slices
-        have no room for an engine beside a trainer.
+        have no room for an engine, beside a trainer where nothing takes turns.
     """
     kind = topology.partition(":")[0]
     total = mesh_lib.num_devices(topology, num_slices)
@@ -61,6 +64,8 @@ def of(topology: str, num_slices: int, engine: str) -> list[Split]:
         number, unused = divmod(total - training, size)
         if number:
             found.append(Split(name, slices, training, number, size, unused))
+    if takes_turns and size <= total:
+        found.append(alternating(topology, num_slices, engine))
     if not found:
         raise config_lib.InputError(
             f"{num_slices} x {topology} have {total} devices: there is no split into "

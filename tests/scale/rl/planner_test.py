@@ -230,6 +230,13 @@ class RankingTest(parameterized.TestCase):
             together = plan.outcome.train_idle + plan.outcome.engine_idle
             self.assertGreaterEqual(together, 1 - 1e-6)  # one waits for the other
 
+    def test_chips_of_one_engine_take_turns(self):
+        made = config("rl")
+        ranking = planner.make(made, "tiny", "v5p:2x2x1", asked(made))
+        [plan] = ranking.plans
+        self.assertTrue(plan.split.takes_turns)
+        self.assertEqual((plan.split.num_engines, plan.split.training), (1, 4))
+
     def test_nodes_of_gpus(self):
         """A push goes over an adapter of 50 GB/s for each GPU."""
         wanted = dataclasses.replace(asked(self.made), engine="h200:8")

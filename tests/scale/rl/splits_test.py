@@ -68,6 +68,10 @@ class SplitsTest(parameterized.TestCase):
         with self.assertRaisesRegex(config_lib.InputError, message):
             splits.of(topology, 1, engine)
 
+    def test_an_engine_that_takes_turns_has_all_its_chips(self):
+        with self.assertRaisesRegex(config_lib.InputError, "8 devices: there is no"):
+            splits.of("v5p:2x2x2", 1, "v5p:4x4x4", takes_turns=True)
+
     def test_nodes_of_gpus_by_hand(self):
         for topology, slices in (("h200:8x8", 1), ("h200:8", 8)):
             found = splits.of(topology, slices, "h200:2x8")
