@@ -146,7 +146,7 @@ def _mixture(config: config_lib.TrainConfig) -> tasks.Mixture:
     if math.isnan(REREAD.value):
         raise config_lib.InputError("--reread must lie in 0..1, got nan.")
     return tasks.Mixture(
-        kinds={n: dataclasses.replace(tasks.KINDS[n], **sizes) for n in shares},
+        kinds={n: dataclasses.replace(tasks.KINDS[n], **sizes) for n, _ in shares},
         shares=shares,
         limits=tasks.Limits.of(config),
         seed=SEED.value,

@@ -95,7 +95,7 @@ class Ranking:
             "config": self.config_name,
             "topology": self.topology,
             "slices": self.num_slices,
-            "tasks": dict(self.mixture.shares),
+            "tasks": self.mixture.shares,
             "episodes": dataclasses.asdict(self.mixture.summary),
             "plans": [row(plan) for plan in self.plans],
             "refused": [[split.training, why] for split, why in self.refused],

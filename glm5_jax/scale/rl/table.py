@@ -129,8 +129,8 @@ def _best(ranking: planner.Ranking) -> str:
 
 def _episodes(ranking: planner.Ranking) -> Iterator[tuple[str, ...]]:
     mixture = ranking.mixture
-    total = sum(mixture.shares.values())
-    for name, share in mixture.shares.items():
+    total = sum(share for _, share in mixture.shares)
+    for name, share in mixture.shares:
         kind = mixture.kinds[name]
         is_default = kind == tasks.KINDS[name]
         yield (

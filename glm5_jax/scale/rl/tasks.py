@@ -144,15 +144,16 @@ class Mixture:
     """The tasks of a run: kinds with their shares of the groups."""
 
     kinds: Mapping[str, Kind]
-    shares: Mapping[str, float]
+    shares: Sequence[tuple[str, float]]  # of parts, which may be of the same kind
     limits: Limits
     seed: int = 0
     reread: float = 0.0  # share of an episode's cache that is lost between two turns
 
     def part(self, group: int) -> int:
-        """Returns the place of a group's kind among the shares."""
+        """Returns the place of a group's part among the shares."""
         of_group = random.Random(f"{self.seed}/{group}")
-        return of_group.choices(range(len(self.shares)), [*self.shares.values()])[0]
+        shares = [share for _, share in self.shares]
+        return of_group.choices(range(len(shares)), shares)[0]
 
     def episode(self, group: int, number: int) -> Episode:
         """Draws an episode; a group is of one kind.
@@ -161,8 +162,9 @@ class Mixture:
           group: index of its group.
           number: of the episode in its group.
         """
+        kind, _ = self.shares[self.part(group)]
         return _draw(
-            self.kinds[list(self.shares)[self.part(group)]],
+            self.kinds[kind],
             self.limits,
             random.Random(f"{self.seed}/{group}/{number}"),
         )
@@ -214,20 +216,21 @@ def parse_size(flag: str, text: str) -> Size:
     return Size(median, spread)
 
 
-def parse_shares(text: str) -> dict[str, float]:
-    """Reads "coding" or "coding:2,search:1".
+def parse_shares(text: str) -> list[tuple[str, float]]:
+    """Reads "coding" or "coding:2,search:1", a kind and a share for each part.
 
     Raises:
       InputError: a kind is not one of KINDS, or a share is not positive.
     """
-    shares = {}
+    shares = []
     for part in text.split(","):
-        name, _, share = part.strip().partition(":")
+        name, _, given = part.strip().partition(":")
         try:
-            shares[name] = float(share or 1)
+            share = float(given or 1)
         except ValueError:
-            shares[name] = 0.0
-        if name not in KINDS or not 0 < shares[name] < math.inf:
+            share = 0.0
+        shares.append((name, share))
+        if name not in KINDS or not 0 < share < math.inf:
             raise config_lib.InputError(
                 f"--tasks must name kinds of {', '.join(KINDS)}, each perhaps with its "
                 f"share of the groups, e.g. --tasks=coding:2,search:1, got {text!r}."

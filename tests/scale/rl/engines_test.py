@@ -41,7 +41,7 @@ def serve_config(report):
 def mixture(made, kind="coding", **sizes):
     kinds = {kind: dataclasses.replace(tasks.KINDS[kind], **sizes)}
     limits = tasks.Limits(turns=9, turn_tokens=999, row_tokens=30_000)
-    return tasks.Mixture(kinds=kinds, shares={kind: 1.0}, limits=limits)
+    return tasks.Mixture(kinds=kinds, shares=[(kind, 1.0)], limits=limits)
 
 
 def stored(x, weights):
@@ -67,7 +67,7 @@ class LimitsTest(parameterized.TestCase):
         config = command_line.Arguments(config=spec).train_config()
         rl, kinds = config.rl, {kind: tasks.KINDS[kind]}
         limits = tasks.Limits.of(config)
-        drawn = tasks.Mixture(kinds=kinds, shares={kind: 1.0}, limits=limits)
+        drawn = tasks.Mixture(kinds=kinds, shares=[(kind, 1.0)], limits=limits)
         staleness = rl.max_staleness if config.stage == "async_rl" else 0
         admitted = (staleness + 1) * rl.prompts_per_step * rl.group_size
         self.assertGreaterEqual(jobs.settings(rl).num_concurrent, admitted)

@@ -37,7 +37,7 @@ def equal(group, number):
 def drawn(group, number, factor=1.0):
     limits = tasks.Limits(turns=8, turn_tokens=2_000, row_tokens=8_000)
     kinds = {"coding": tasks.KINDS["coding"]}
-    found = tasks.Mixture(kinds=kinds, shares={"coding": 1.0}, limits=limits)
+    found = tasks.Mixture(kinds=kinds, shares=[("coding", 1.0)], limits=limits)
     turns = found.turns(group, number)
     return tuple(simulator.Turn(t.tokens, factor * t.seconds) for t in turns)
 
@@ -158,7 +158,7 @@ def config(stage="async_rl", **rl):
 def asked(made, **more):
     kinds = {"coding": tasks.KINDS["coding"]}
     mixture = tasks.Mixture(
-        kinds=kinds, shares={"coding": 1.0}, limits=tasks.Limits.of(made)
+        kinds=kinds, shares=[("coding", 1.0)], limits=tasks.Limits.of(made)
     )
     return request.Request(mixture=mixture, num_steps=3, engine="v5p:2x2x1", **more)
 
@@ -206,7 +206,7 @@ class RankingTest(parameterized.TestCase):
         kinds = {"coding": tasks.KINDS["coding"], "search": tasks.KINDS["search"]}
         both = tasks.Mixture(
             kinds=kinds,
-            shares={"coding": 1.0, "search": 1.0},
+            shares=[("coding", 1.0), ("search", 1.0)],
             limits=tasks.Limits.of(bound),
         )
         rates = []

@@ -20,7 +20,7 @@ FIXED = tasks.Kind(
 
 
 def mixture(kind=FIXED, limits=WIDE, **more):
-    return tasks.Mixture(kinds={"x": kind}, shares={"x": 1.0}, limits=limits, **more)
+    return tasks.Mixture(kinds={"x": kind}, shares=[("x", 1.0)], limits=limits, **more)
 
 
 class EpisodeTest(parameterized.TestCase):
@@ -88,7 +88,8 @@ class EpisodeTest(parameterized.TestCase):
 
     def test_groups_are_of_one_kind_in_their_shares(self):
         kinds = {"one": FIXED, "two": tasks.KINDS["reasoning"]}
-        both = tasks.Mixture(kinds=kinds, shares={"one": 3.0, "two": 1.0}, limits=WIDE)
+        shares = [("one", 3.0), ("two", 1.0)]
+        both = tasks.Mixture(kinds=kinds, shares=shares, limits=WIDE)
         is_one = [both.episode(group, 0).length == 210 for group in range(800)]
         again = [both.episode(group, 5).length == 210 for group in range(800)]
         self.assertEqual(is_one, again)
@@ -100,9 +101,11 @@ class FlagsTest(parameterized.TestCase):
     def test_sizes_and_shares(self):
         self.assertEqual(tasks.parse_size("turns", "40"), tasks.Size(40, 0))
         self.assertEqual(tasks.parse_size("turns", "4e2:0.5"), tasks.Size(400, 0.5))
-        self.assertEqual(tasks.parse_shares("coding"), {"coding": 1.0})
+        self.assertEqual(tasks.parse_shares("coding"), [("coding", 1.0)])
         shares = tasks.parse_shares("coding:2, search:0.5")
-        self.assertEqual(shares, {"coding": 2.0, "search": 0.5})
+        self.assertEqual(shares, [("coding", 2.0), ("search", 0.5)])
+        shares = tasks.parse_shares("coding:3,search:1,coding:1")
+        self.assertEqual(shares, [("coding", 3.0), ("search", 1.0), ("coding", 1.0)])
 
     @parameterized.parameters("", "x", "-1", "1:-1", "1:2:3", "nan", "inf:1", "1:nan")
     def test_wrong_sizes_name_the_flag(self, text):
