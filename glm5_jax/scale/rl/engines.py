@@ -21,6 +21,7 @@ from glm5_jax.scale.rl import pushes, splits, tasks
 # Share of the memory that the weights of an engine take where --engine is not given: of
 # GLM-5 in bfloat16 on v5p that is the engine of 64 chips that was compiled.
 SHARE_OF_WEIGHTS = 0.25
+TENSOR = 2  # devices that share slots where --engine_tensor is not given
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,7 @@ def make(
     chip: str,
     *,
     topology: str | None = None,
-    tensor: int = 2,
+    tensor: int | None = None,
     weights: str = "bfloat16",
     report: str | None = None,
 ) -> Engine:
@@ -92,7 +93,7 @@ def make(
       chip: such as "v5p".
       topology: of the engine; None: the smallest slice that is sold whose memory the
         weights take SHARE_OF_WEIGHTS of.
-      tensor: devices that share slots.
+      tensor: devices that share slots; None: TENSOR, as far as it divides them.
       weights: of pushes.SCHEMES.
       report: path of the report of a compiled decoding step, which gives topology and
         mesh; None: the step is estimated from shapes.
@@ -107,7 +108,7 @@ def make(
     else:
         topology = topology or _smallest(config.model, chip, weights)
         splits.require_chip(chip, topology)
-        tensor = math.gcd(tensor, mesh_lib.num_devices(topology))
+        tensor = tensor or math.gcd(TENSOR, mesh_lib.num_devices(topology))
         compiled = decoding.compiled(config, topology, tensor)
     summary = mixture.summary
     # Without pages a slot has the rows of a longest episode.

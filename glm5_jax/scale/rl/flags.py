@@ -45,7 +45,10 @@ ENGINE = flags.DEFINE_string(
     "weights take a quarter of.",
 )
 ENGINE_TENSOR = flags.DEFINE_integer(
-    "engine_tensor", 2, "Chips of an engine that share slots.", lower_bound=1
+    "engine_tensor",
+    None,
+    "Chips of an engine that share slots; default: 2, or 1 of an odd number.",
+    lower_bound=1,
 )
 ENGINE_WEIGHTS = flags.DEFINE_enum(
     "engine_weights", "bfloat16", ["bfloat16", "FP8"], "Weights that engines get."

@@ -11,7 +11,7 @@ class Request:
 
     mixture: tasks.Mixture
     engine: str | None = None
-    engine_tensor: int = 2
+    engine_tensor: int | None = None
     engine_weights: str = "bfloat16"
     engine_report: str | None = None
     push: str = "full"

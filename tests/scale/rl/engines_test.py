@@ -1,6 +1,7 @@
 """Engines and pushes: against compiled programs, published sizes, and by hand."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 import tempfile
@@ -174,6 +175,14 @@ class EngineTest(parameterized.TestCase):
             path.write_text("{}")
             with self.assertRaisesRegex(config_lib.InputError, "--program=decode"):
                 engines.make(self.made, mixture(self.made), "v5p", report=str(path))
+
+    def test_devices_that_share_slots_divide_the_engine_or_are_refused(self):
+        of = functools.partial(engines.make, self.made, mixture(self.made), "v5p")
+        with self.assertRaisesRegex(
+            config_lib.InputError, "--engine_tensor must divide the 64 devices.*got 3"
+        ):
+            of(topology="v5p:4x4x4", tensor=3)
+        self.assertEqual(of(topology="v5p:4x4x4", tensor=4).compiled.caches, 16)
 
     def test_a_mesh_that_does_not_divide_the_model_is_refused(self):
         with self.assertRaisesRegex(config_lib.InputError, "expert"):
