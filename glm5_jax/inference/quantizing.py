@@ -83,6 +83,7 @@ def quantize(
       InputError: see `conversion.convert`, or the text cannot be scored; or the source
         is quantized already.
     """
+    target = str(pathlib.Path(target).expanduser())
     source = loading.find(checkpoint)
     if source.is_quantized:
         raise config_lib.InputError(

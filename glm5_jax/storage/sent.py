@@ -21,7 +21,8 @@ def new_folder(path: str | os.PathLike) -> Iterator[pathlib.Path]:
     """Yields where to make a folder; if it is for a bucket, uploads it at the end.
 
     Args:
-      path: a path, which is yielded itself, or an address with nothing below it.
+      path: a path, which is yielded with a leading ~ resolved, or an address with
+        nothing below it.
 
     Raises:
       InputError: there is something at the address, another process on this machine
@@ -30,7 +31,7 @@ def new_folder(path: str | os.PathLike) -> Iterator[pathlib.Path]:
     """
     bucket_lib.require_path(path)
     if not bucket_lib.is_address(path):
-        yield pathlib.Path(path)
+        yield pathlib.Path(path).expanduser()
         return
     bucket = bucket_lib.Bucket(path)
     if bucket.objects():

@@ -1,6 +1,8 @@
 """The command quantize, and a quantized folder in the engine."""
 
+import contextlib
 import json
+import os
 import pathlib
 from unittest import mock
 
@@ -12,6 +14,7 @@ from glm5_jax import config as config_lib
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.inference import commands, engine, quantizing, scoring
 from glm5_jax.quantization import equivalents, leaf
+from glm5_jax.storage import sent
 from glm5_jax.weights import huggingface_export, loading, quantized_loading
 from tests import environment
 from tests.model import tiny
@@ -84,6 +87,20 @@ class QuantizingTest(absltest.TestCase):
         """Returns the bytes behind the headers, whose length is in 8 bytes."""
         files = [file.read_bytes() for file in folder.glob("*.safetensors")]
         return sum(len(x) - 8 - int.from_bytes(x[:8], "little") for x in files)
+
+    def test_a_target_in_the_home_folder_is_described_there(self):
+        with (
+            mock.patch.dict(os.environ, HOME=str(self.folder)),
+            contextlib.chdir(self.create_tempdir().full_path),
+            sent.new_folder("~/coded") as target,
+        ):
+            options = quantizing.Options(scheme="int8")
+            quantizing.quantize(str(self.plain), str(target), options)
+            options = quantizing.Options(scheme="int8", calibration="smooth")
+            quantizing.quantize(str(self.plain), "~/smooth", options)
+        for name in ("coded", "smooth"):
+            text = (self.folder / name / quantizing.MANIFEST).read_text()
+            self.assertGreater(json.loads(text)["bytes"], 0)
 
     def test_a_calibration_needs_no_text(self):
         options = quantizing.Options(scheme="int8", calibration="smooth")

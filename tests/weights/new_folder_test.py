@@ -1,6 +1,8 @@
 """Checks which unfinished folders are removed, and by which process."""
 
+import contextlib
 import fcntl
+import os
 import pathlib
 import shutil
 import stat
@@ -55,6 +57,15 @@ class NewFolderTest(parameterized.TestCase):
         """mkdtemp makes folders for their owner alone."""
         self.make()
         self.assertEqual(stat.S_IMODE(self.folder.stat().st_mode), 0o755)
+
+    def test_a_tilde_is_the_home_folder(self):
+        with (
+            mock.patch.dict(os.environ, HOME=str(self.parent)),
+            contextlib.chdir(self.create_tempdir().full_path),
+            new_folder.new_folder("~/out"),
+        ):
+            pass
+        self.assertTrue(self.folder.is_dir())
 
     def test_the_next_writer_removes_the_files_of_a_killed_process(self):
         killed = []
