@@ -20,7 +20,7 @@ def opened(
     """Returns a leaf with leaves for codes and scales; unchanged if it has no codes.
 
     A parameter that is only partly coded, or that no product takes as codes, is read
-    as floats.
+    as floats. Codes that no sum of integers takes are multiplied by unrounded rows.
     """
     pieces = leaf.pieces
     tensors = [tensor for tensor, _, _ in pieces.values()]
@@ -32,7 +32,9 @@ def opened(
     tensor, stored, part = next(iter(pieces.values()))
     num_in = schemes.NUM_IN[path[-1]]
     layout = coded_tensor.layout(tensor, stored, part, num_in)
-    if path[-1] in schemes.BOTH_WAYS:
+    has_groups_of_heads = num_in > 1 and any(layout.blocks[:num_in])
+    if path[-1] in schemes.BOTH_WAYS or has_groups_of_heads:
+        # Sums of integers take groups of a single input dim.
         layout = dataclasses.replace(layout, activations="same")
     codes = {index: (x.codes, own, p) for index, (x, own, p) in pieces.items()}
     kind = np.dtype(jnp.float8_e4m3fn if layout.kind == "fp8" else np.int8)

@@ -17,6 +17,7 @@ from absl.testing import parameterized
 from glm5_jax import config as config_lib
 from glm5_jax.model import transformer
 from glm5_jax.quantization import leaf, schemes
+from glm5_jax.quantization import products as products_lib
 from glm5_jax.weights import (
     coded_folder,
     coded_leaves,
@@ -267,6 +268,28 @@ class FolderTest(parameterized.TestCase):
         self.assertTrue(opened("up_proj", (1, 8), (1, 8)))
         self.assertFalse(opened("up_proj", (1, 8), (1, 4)))
         self.assertFalse(opened("gate", (1, 8), (1, 8)))  # no code takes codes here
+
+    @parameterized.parameters((4, "same"), (8, "int8"))
+    def test_groups_over_heads_are_multiplied_by_unrounded_rows(self, block, wanted):
+        row = huggingface_names.Row("", "", "D(NO) -> NOD")
+        stored = huggingface_names.Layout(row, [(2, 4, 3)])
+        rng = np.random.default_rng(0)
+        codes = rng.integers(-127, 128, (3, 8), np.int8)
+        scales = rng.uniform(1, 2, (3, 8 // block)).astype(np.float32)
+        tensor = coded_tensor.CodedTensor(codes, scales, (1, block), "int8", "int8")
+        pieces = {(): (tensor, stored, 0)}
+        made = huggingface.StoredLeaf((2, 4, 3), np.dtype(np.float32), pieces)
+        found = coded_leaves.opened(("layers_0", "block_0", "attn", "o_proj"), made)
+        self.assertEqual(found.layout.activations, wanted)
+        read = jax.tree.map(
+            lambda part: jnp.asarray(part.read(tuple(slice(0, n) for n in part.shape))),
+            found,
+        )
+        x = rng.normal(size=(5, 2, 4)).astype(np.float32)
+        y = products_lib.dot(jnp.asarray(x), read)
+        exact = x.reshape(5, 8) @ tensor[ALL].T
+        tolerance = 1e-5 if wanted == "same" else 0.02
+        np.testing.assert_allclose(y, exact, atol=tolerance * np.abs(exact).max())
 
     @parameterized.parameters((64, 8), (65, 9), (72, 9), (73, 10))
     def test_a_word_holds_eight_codes(self, width, num_words):
