@@ -353,8 +353,9 @@ class Box:
 
     def _listen(self, said: bytes) -> None:
         """Takes what the inner shell answers; if that is no code, a command did it."""
-        self._answer += said
-        if self._is_busy and (b"\n" in said or len(self._answer) > _MOST_HEARD):
+        self._answer = (self._answer + said)[: _MOST_HEARD + 1]
+        is_long = len(self._answer) > _MOST_HEARD
+        if is_long or (self._is_busy and b"\n" in said):
             found = _ANSWER.fullmatch(self._answer)
             if found is None:
                 self._kill_children()

@@ -527,6 +527,20 @@ for _ in range(4):
             self.assertEqual((first.exit_code, first.is_timeout), (None, False))
             self.assertEqual((second.exit_code, second.stdout), (0, "alive\n"))
 
+    def test_what_is_said_between_commands_ends_the_shell_and_takes_no_memory(self):
+        talk = "for fd in {3..60}; do head -c 9999999 /dev/zero >&$fd; done 2>/dev/null"
+
+        async def use(box):
+            await box.run(f"( sleep 0.2; {talk} ) &")
+            async with asyncio.timeout(SECONDS):
+                while box._is_alive and len(box._answer) < 2**16:
+                    await asyncio.sleep(0.01)
+            return len(box._answer), await box.run("echo alive")
+
+        size, done = self.with_box(use)
+        self.assertLessEqual(size, 2**13)
+        self.assertEqual(done.stdout, "alive\n")
+
     def test_no_program_has_the_pipes_of_the_shell(self):
         (found,) = self.outputs(
             "/usr/bin/python3 -c 'import os; print(*os.listdir(\"/proc/self/fd\"))'"
