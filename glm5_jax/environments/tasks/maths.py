@@ -1,7 +1,8 @@
 r"""Comparison of answers that are numbers: integers, decimals, fractions, LaTeX.
 
 The comparison is exact, takes microseconds and never raises. It ignores percent signs,
-dollar signs and the commas of thousands: "$1,234.50" is 1234.5 and "50\%" is 50.
+dollar signs, Markdown's emphasis and the commas of thousands: "**$1,234.50**" is 1234.5
+and "50\%" is 50.
 """
 
 import fractions
@@ -18,10 +19,16 @@ _NUMBER = (
 _WHOLE = re.compile(_NUMBER)
 # Does not match the end of a name or parts of an expression: "x2", "5-3", "2^10".
 _WITHIN = re.compile(rf"(?<![\w.^/*+)-]){_NUMBER}(?![\w^*/(]|\.[0-9])")
+
 _SAYS_ANSWER = re.compile(r"answer *(?:is|:|=)[ :=]*", re.IGNORECASE)
 _BOXED = "\\boxed{"
 
+# What Markdown emphasises: `12` and __12__, but not 2**12.
+_EMPHASIS = [
+    rf"(?<![\w{x}])([{x}]{{1,3}})(?=\S)([^{x}\n]+)(?<=\S)\1(?![\w{x}])" for x in "`_*"
+]
 _SPELLINGS = (
+    *((re.compile(pattern), r"\2") for pattern in _EMPHASIS),
     (re.compile("[\u2212\u2013]"), "-"),  # minus sign, en dash
     (re.compile("[\u00a0\u2009\u202f]|\\\\[ ;:]|~"), " "),
     (re.compile(r"\\(?:text|mathrm)\{[^{}]*\}"), ""),
