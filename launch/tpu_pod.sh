@@ -4,11 +4,11 @@
 #   TPU=my-pod ZONE=us-east5-a launch/tpu_pod.sh \
 #     --config=configs/NAME.py --workdir=/mnt/shared/run
 #
-# Every host has the code in FOLDER (the first time, SETUP=1 copies and installs it), and
-# --workdir is on a file system that all of them mount, such as Filestore.
-# jax.distributed asks the metadata server for the hosts: no address is given. Logs:
-# logs/TPU/WORKER.log, of all hosts. Where the run saved and ended by SIGTERM (143),
-# before maintenance say, it starts again.
+# Every host has the code in FOLDER: SETUP=1 copies and installs it, the first time and
+# after a change; what else is in FOLDER stays. --workdir is on a file system that all of
+# them mount, such as Filestore. jax.distributed asks the metadata server for the hosts:
+# no address is given. Logs: logs/TPU/WORKER.log, of all hosts. Where the run saved and
+# ended by SIGTERM (143), before maintenance say, it starts again.
 #
 # CHIP=v6e chooses the compiler's flags (launch/flags.sh; v5p by default); CACHE is a
 # folder that all hosts see, for compiled programs.
@@ -46,10 +46,15 @@ if [ "$python" = none ]; then
   sudo apt-get update && sudo apt-get install -y python3.11 python3.11-venv
 fi &&'
 if [[ ${SETUP:-} ]]; then
+  everywhere "rm -rf $folder.new" || exit  # scp would copy into a folder that is there
   for slice in "${slices[@]}"; do
     gcloud compute tpus tpu-vm scp --recurse --worker=all --zone="$ZONE" \
-      "$PWD" "$slice:$folder" || exit
+      "$PWD" "$slice:$folder.new" || exit
   done
+  # The packages are replaced, and the environment there is kept, if there is one.
+  everywhere "rm -rf $folder.new/.venv &&
+    rm -rf $folder/glm5_jax $folder/pallas_kernels $folder/.git && mkdir -p $folder &&
+    cp -Rf $folder.new/. $folder && rm -rf $folder.new" || exit
   # python3 is 3.10 on tpu-ubuntu2204-base; Ubuntu has 3.11 beside it.
   everywhere "cd $folder && $find_python
     \"\$python\" -m venv .venv && .venv/bin/pip install -e '.[tpu]'" || exit

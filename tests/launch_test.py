@@ -16,6 +16,27 @@ from tests import environment, runs, tpus
 from tests.processes import launch
 
 SCRIPTS = sorted((launch.ROOT / "launch").glob("*.sh"))
+# In place of gcloud compute tpus tpu-vm: copies to, and runs commands in, $HOME.
+GCLOUD = """
+for word in "$@"; do
+  case $word in
+    --output-directory=*) output=${word#*=} ;;
+    --command=*) command=${word#*=} ;;
+  esac
+done
+if [ "$4" = ssh ]; then
+  cd "$HOME" && exec bash -c "$command" >"$OLDPWD/$output/0.log"
+fi
+target=${@: -1}
+cp -R "${@: -2:1}" "$HOME/${target#*:}"
+"""
+# In place of python: makes an environment whose programs do nothing.
+PYTHON = """
+if [ "$2" = venv ]; then
+  mkdir -p .venv/bin && ln -sf "$(type -P true)" .venv/bin/pip
+  ln -sf "$(type -P true)" .venv/bin/python
+fi
+"""
 # In place of ssh: drops the host and runs the command here.
 SSH = '#!/usr/bin/env bash\nshift\nexec bash -c "$*"\n'
 
@@ -55,6 +76,51 @@ class SourceTest(parameterized.TestCase):
         self.assertEqual(found(), "python3.11")  # after it has been installed
         log = (folder / "log").read_text()
         self.assertIn("sudo apt-get install -y python3.11 python3.11-venv", log)
+
+    def test_a_second_setup_of_a_pod_updates_its_code(self):
+        root = pathlib.Path(self.create_tempdir().full_path)
+        here, host, programs = (root / name for name in ("here", "host", "programs"))
+        for folder in (here / "launch", here / "glm5_jax", here / ".venv", host):
+            folder.mkdir(parents=True)
+        programs.mkdir()
+        for name, text in (("gcloud", GCLOUD), ("python3.13", PYTHON)):
+            (programs / name).write_text("#!/bin/bash\n" + text)
+            (programs / name).chmod(0o755)
+        (here / "launch" / "flags.sh").touch()
+        (here / ".venv" / "mine").touch()
+        code = here / "glm5_jax" / "code"
+
+        def set_up():
+            subprocess.run(
+                ["bash", launch.ROOT / "launch" / "tpu_pod.sh"],
+                env={
+                    "PATH": f"{programs}:{os.environ['PATH']}",
+                    **{"HOME": str(host), "TPU": "pod", "ZONE": "zone", "SETUP": "1"},
+                },
+                cwd=here,
+                check=True,
+                capture_output=True,
+            )
+
+        code.write_text("old")
+        code.chmod(0o444)  # as git keeps objects
+        (here / "glm5_jax" / "gone").touch()
+        set_up()
+        there = host / "glm5_jax"
+        (there / ".venv" / "there").touch()
+        (there / "runs").mkdir()
+        code.chmod(0o644)
+        code.write_text("new")
+        (here / "glm5_jax" / "gone").unlink()
+        set_up()
+        self.assertEqual((there / "glm5_jax" / "code").read_text(), "new")
+        self.assertEqual({p.name for p in (there / "glm5_jax").iterdir()}, {"code"})
+        found = {path.name for path in there.iterdir()}
+        self.assertEqual(found, {".venv", "glm5_jax", "launch", "logs", "runs"})
+        self.assertEqual(
+            {p.name for p in (there / ".venv").iterdir()}, {"bin", "there"}
+        )
+        self.assertEqual({path.name for path in host.iterdir()}, {"glm5_jax"})
 
     @parameterized.parameters("v5p", "v6e", "h200", "none")
     def test_compilers_know_the_flags_of_a_chip(self, chip):
