@@ -48,10 +48,11 @@ def enable() -> None:
 
 
 def prune(folder: pathlib.Path, max_bytes: int = MAX_BYTES) -> None:
-    """Deletes the oldest files until the others fit."""
+    """Deletes what has not been read or written for longest until the others fit."""
     size = 0
     found = [(path, path.stat()) for path in folder.iterdir() if path.is_file()]
-    for path, stat in sorted(found, key=lambda item: -item[1].st_mtime):
+    used = lambda item: max(item[1].st_atime, item[1].st_mtime)
+    for path, stat in sorted(found, key=used, reverse=True):
         size += stat.st_size
         if size > max_bytes:
             path.unlink(missing_ok=True)

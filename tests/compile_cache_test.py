@@ -81,6 +81,19 @@ class CompileCacheTest(absltest.TestCase):
         left = sorted(path.name for path in self.folder.iterdir())
         self.assertEqual(left, ["program0", "program1"])
 
+    def test_what_was_read_last_stays(self):
+        for name, read, written in (
+            ("old", 1e9, 1e9),
+            ("read", 3e9, 0),
+            ("new", 2e9, 2e9),
+        ):
+            path = self.folder / name
+            path.write_bytes(bytes(10))
+            os.utime(path, (read, written))
+        compile_cache.prune(self.folder, max_bytes=25)
+        left = sorted(path.name for path in self.folder.iterdir())
+        self.assertEqual(left, ["new", "read"])
+
 
 if __name__ == "__main__":
     environment.main()
