@@ -129,6 +129,10 @@ class _Loop:
 
     def run_to_the_end(self, is_asked_to_end: Callable[[int], bool]) -> dict[str, Any]:
         """Returns the last evaluation, the median speed and the goodput."""
+        with self._saves_finished():
+            return self._run_to_the_end(is_asked_to_end)
+
+    def _run_to_the_end(self, is_asked_to_end: Callable[[int], bool]) -> dict[str, Any]:
         run, config = self._run, self._run.config
         while not config.is_over(run.step, run.evaluation):
             with self._profiler.step(run.step + 1):
@@ -214,7 +218,7 @@ class _Loop:
             self._writer.write(run.step, metrics | counts | own | clock.goodput())
         if "sample" in due:  # last, so that nothing is lost if it fails
             self._watchdog.beat()
-            with clock.paused("sample"), self._saves_finished():
+            with clock.paused("sample"):
                 write_sample(run)
         self._watchdog.beat()
         return True
@@ -250,12 +254,11 @@ class _Loop:
     @contextlib.contextmanager
     def _logged_if_it_fails(self, metrics: dict[str, Any]) -> Iterator[None]:
         """Writes the line of a step that ends the run."""
-        with self._saves_finished():
-            try:
-                yield
-            except Exception:
-                self._writer.write(self._run.step, metrics)
-                raise
+        try:
+            yield
+        except Exception:
+            self._writer.write(self._run.step, metrics)
+            raise
 
     @contextlib.contextmanager
     def _saves_finished(self) -> Iterator[None]:
@@ -263,7 +266,8 @@ class _Loop:
         try:
             yield
         except Exception:
-            self._run.close(keeps_copies=True)
+            with self._watchdog.paused():
+                self._run.close(keeps_copies=True)
             raise
 
 

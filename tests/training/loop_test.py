@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from unittest import mock
 
 import jax
@@ -20,6 +21,7 @@ from glm5_jax import config as config_lib
 from glm5_jax.checkpoint import manager, manifest, step_folder
 from glm5_jax.data import tokenizer as tokenizer_lib
 from glm5_jax.training import loop
+from glm5_jax.training.feeds import corpus
 from glm5_jax.training.reporting import metrics, plot, sources
 from glm5_jax.training.run import preflight, signals
 from glm5_jax.training.run import state as run_lib
@@ -135,6 +137,30 @@ class RunTest(runs.OneDeviceTest):
             loop.train(self.config, folder)
         self.assertEqual(step_folder.find(folder).name, "6")
         self.assertEqual(metrics.read(folder / "metrics.jsonl")[-1]["step"], 6)
+
+    def test_data_that_fail_lose_no_checkpoint_that_is_being_written(self):
+        folder = self.copy("unfed")
+        shutil.rmtree(folder / "checkpoints" / "6")
+        (folder / "summary.json").unlink()
+        config = dataclasses.replace(self.config, checkpoint_every=1)
+        draw, seal = corpus.Corpus.next, manager.CheckpointManager._seal
+
+        def fail_after_step_4(feed, params, position):
+            if position == 4:
+                raise OSError("the data are gone")
+            return draw(feed, params, position)
+
+        def seal_later(checkpoints, path):
+            time.sleep(0.5)
+            seal(checkpoints, path)
+
+        with (
+            mock.patch.object(corpus.Corpus, "next", fail_after_step_4),
+            mock.patch.object(manager.CheckpointManager, "_seal", seal_later),
+            self.assertRaisesRegex(OSError, "the data are gone"),
+        ):
+            loop.train(config, folder)
+        self.assertTrue(step_folder.is_whole(folder, 4))
 
     def test_a_finished_run_stays_as_it_is(self):
         folder = self.copy("finished")
