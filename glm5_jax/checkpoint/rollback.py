@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from etils import epath
@@ -90,7 +90,8 @@ def by_hand(
       run: its folder.
       step: an older step with a manifest.
       num_left_out: number of batches to skip after those of the step; None skips all
-        up to the newest step. Batches that only hosts' copies had seen are not known.
+        up to the newest step, and those that the last rollback skipped. Batches that
+        only hosts' copies had seen are not known.
 
     Returns:
       The rollback as written, and the steps that were set aside.
@@ -124,19 +125,35 @@ def _by_hand(
     manifest.verify(checkpoints / str(step))
     here = _position(checkpoints / str(step), step)
     if num_left_out is None:
-        newest = max(steps)  # the step itself, where only copies on hosts are newer
-        try:
-            num_left_out = _position(checkpoints / str(newest), newest) - here
-        except config_lib.DamagedError as error:
-            raise config_lib.DamagedError(
-                f"{error} It would tell how many batches the run had drawn: say with "
-                f"--leave_out=N how many to skip after step {step}."
-            ) from error
+        num_left_out = _last_position(checkpoints, steps, step) - here
     rollback = Rollback(step, here - step + num_left_out, None)
     write(checkpoints.parent, rollback)
     for number in later:  # newest last, so that a killed command can be rerun
         step_folder.set_aside(checkpoints / str(number), step_folder.ABANDONED)
     return rollback, later
+
+
+def _last_position(checkpoints: epath.Path, steps: Sequence[int], step: int) -> int:
+    """Returns the batches drawn up to the newest step, or up to the last rollback.
+
+    Args:
+      checkpoints: folder of the steps.
+      steps: all of them.
+      step: to which the run goes back, for the message.
+
+    Raises:
+      DamagedError: the newest step or rollback.json does not tell.
+    """
+    newest = max(steps)  # the step itself, where only copies on hosts are newer
+    try:
+        position = _position(checkpoints / str(newest), newest)
+    except config_lib.DamagedError as error:
+        raise config_lib.DamagedError(
+            f"{error} It would tell how many batches the run had drawn: say with "
+            f"--leave_out=N how many to skip after step {step}."
+        ) from error
+    note = read(checkpoints.parent)  # no checkpoint has it yet
+    return max(position, note.position) if note and note.step in steps else position
 
 
 def _position(folder: epath.Path, step: int) -> int:

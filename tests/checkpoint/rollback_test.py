@@ -36,6 +36,23 @@ class ByHandTest(faults_test.FaultsTestCase):
             self.names(), sorted([*kept, *map("{}.abandoned".format, later)])
         )
 
+    @parameterized.named_parameters(
+        ("of_the_run", 4, 40, 2, 42),
+        ("of_a_step_that_is_gone", 7, 40, 2, 7),
+        ("before_a_newer_step", 3, 5, 2, 7),
+    )
+    def test_batches_that_the_last_rollback_skipped_stay_skipped(
+        self, step, left_out, back_to, num_left_out
+    ):
+        rollback.write(self.folder, rollback.Rollback(step, left_out, None))
+        made, _ = rollback.by_hand(self.folder, back_to)
+        self.assertEqual(made, rollback.Rollback(back_to, num_left_out, None))
+
+    def test_rolls_back_by_hand_twice(self):
+        first, _ = rollback.by_hand(self.folder, 3)
+        second, _ = rollback.by_hand(self.folder, 2)
+        self.assertEqual(second.position, first.position)
+
     def test_a_damaged_rollback_json_is_an_error(self):
         rollback.by_hand(self.folder, 3)
         path = self.folder / "rollback.json"
