@@ -15,6 +15,8 @@ from glm5_jax import config as config_lib
 from glm5_jax.rl.actors import simulator
 
 NUM_DRAWN = 256  # episodes whose means a summary gives
+# The largest sizes that flags give: draws beyond them leave the range of floats.
+MOST_MEDIAN, MOST_SPREAD = 1e12, 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,16 +204,18 @@ def parse_size(flag: str, text: str) -> Size:
     """Reads "MEDIAN" or "MEDIAN:SPREAD".
 
     Raises:
-      InputError: it is neither, or a number is negative.
+      InputError: it is neither, or a number is negative or too large to draw.
     """
     try:
         median, spread = (float(x) for x in (*text.split(":"), "0")[:2])
     except ValueError:
         median = spread = -1.0
-    if not (0 <= median < math.inf and 0 <= spread < math.inf) or text.count(":") > 1:
+    is_drawable = 0 <= median <= MOST_MEDIAN and 0 <= spread <= MOST_SPREAD
+    if not is_drawable or text.count(":") > 1:
         raise config_lib.InputError(
             f"--{flag} must be MEDIAN or MEDIAN:SPREAD, two numbers that are not "
-            f"negative, e.g. --{flag}=40:0.5, got {text!r}."
+            f"negative, up to {MOST_MEDIAN:g} and {MOST_SPREAD:g}, e.g. "
+            f"--{flag}=40:0.5, got {text!r}."
         )
     return Size(median, spread)
 

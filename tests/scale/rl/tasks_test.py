@@ -1,7 +1,9 @@
 """Episodes: as drawn, against closed forms, and within the config's limits."""
 
 import math
+import random
 import statistics
+from unittest import mock
 
 from absl.testing import parameterized
 
@@ -107,10 +109,18 @@ class FlagsTest(parameterized.TestCase):
         shares = tasks.parse_shares("coding:3,search:1,coding:1")
         self.assertEqual(shares, [("coding", 3.0), ("search", 1.0), ("coding", 1.0)])
 
-    @parameterized.parameters("", "x", "-1", "1:-1", "1:2:3", "nan", "inf:1", "1:nan")
+    @parameterized.parameters(
+        "", "x", "-1", "1:-1", "1:2:3", "nan", "inf:1", "1:nan", "1:800", "1e308:3"
+    )
     def test_wrong_sizes_name_the_flag(self, text):
         with self.assertRaisesRegex(config_lib.InputError, "--turns must be MEDIAN"):
             tasks.parse_size("turns", text)
+
+    def test_the_largest_sizes_can_be_drawn(self):
+        size = tasks.parse_size("drawn", f"{tasks.MOST_MEDIAN}:{tasks.MOST_SPREAD}")
+        rng = mock.Mock(random.Random)
+        rng.gauss.return_value = 9.0  # more than 53 bits give: 8.6
+        self.assertLess(size.draw(rng), math.inf)
 
     @parameterized.parameters("", "cooking", "coding:0", "coding:x", "coding:-1")
     def test_wrong_shares_name_the_kinds(self, text):
