@@ -176,11 +176,13 @@ def check(plan: Plan) -> None:
     """Checks every config and every folder before anything compiles.
 
     Raises:
-      InputError: a config is wrong, a suite does not exist, a folder holds another
-        run, or a run is to go on from whose end others have begun.
+      InputError: a config is wrong, an override does not reach all arms, a suite does
+        not exist, a folder holds another run, or a run is to go on from whose end
+        others have begun.
     """
     from glm5_jax.training.run import folder as run_folder
 
+    plan.study.require_reach(plan.overrides)
     for reader in (plan.study.measure, *(arm.search for arm in plan.study.arms)):
         if isinstance(reader, measures.Suites | searches.Windows):
             reader.require_known()

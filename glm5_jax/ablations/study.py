@@ -21,6 +21,8 @@ SCALES = ("tiny", "small", "base")
 STUDIES = pathlib.Path(__file__).parent / "studies"
 Changes = Mapping[str, Any]  # dotted path of a field of TrainConfig -> value
 
+_RATES = ("optim.learning_rate", "optim.end_learning_rate")  # that a sweep sets
+
 Plot = Literal["curve", "arms", ""]
 
 
@@ -191,6 +193,27 @@ class Study:
         except config_lib.InputError as error:
             lines = [f"arm {arm.name!r}: {line}" for line in str(error).splitlines()]
             raise config_lib.InputError("\n".join(lines)) from error
+
+    def require_reach(self, overrides: Sequence[command_line.Override]) -> None:
+        """Checks that overrides reach all arms.
+
+        Raises:
+          InputError: names what has a value of its own, for each override.
+        """
+        own = dict.fromkeys(_RATES, "each rate of the sweep") if self.rates else {}
+        for arm in self.arms:
+            own |= dict.fromkeys(arm.changes, f"arm {arm.name!r}")
+        own["seed"] = "each run"
+        checks.require(
+            *(
+                (
+                    path not in own,
+                    f"--config.{path} does not reach all arms: {own.get(path)} has its "
+                    f"own; leave it out, or change the study's file.",
+                )
+                for path, _ in overrides
+            )
+        )
 
 
 def changes(

@@ -163,6 +163,20 @@ class StudyTest(runs.OneDeviceTest):
             with self.assertRaisesRegex(config_lib.InputError, "needel.*needle"):
                 runner.check(plan)
 
+    def test_an_override_that_does_not_reach_all_arms_is_refused(self):
+        swept = dataclasses.replace(self.study, rates=(0.1, 0.01))
+        for made, path, own in (
+            (self.study, "num_steps", "arm 'Then more'"),
+            (self.study, "seed", "each run"),
+            (swept, "optim.learning_rate", "each rate of the sweep"),
+        ):
+            given = {"study": made, "overrides": (("loss.z_weight", "0"), (path, "4"))}
+            plan = dataclasses.replace(self.plan, **given)
+            with self.assertRaisesRegex(
+                config_lib.InputError, f"^--config.{path} does not reach.*: {own} has"
+            ):
+                runner.check(plan)
+
     def test_an_edited_study_is_refused(self):
         edited = dataclasses.replace(self.plan, overrides=(("loss.z_weight", "0.1"),))
         with self.assertRaisesRegex(config_lib.InputError, "loss.z_weight: 0.0 there"):
