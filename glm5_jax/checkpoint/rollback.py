@@ -79,6 +79,11 @@ def read(run: epath.PathLike) -> Rollback | None:
     return rollback
 
 
+def forget(run: epath.PathLike) -> None:
+    """Deletes rollback.json."""
+    (step_folder.absolute(run) / _NAME).unlink(missing_ok=True)
+
+
 def by_hand(
     run: epath.PathLike, step: int, num_left_out: int | None = None
 ) -> tuple[Rollback, list[int]]:

@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 from absl.testing import absltest
 
-from glm5_jax.checkpoint import host_copies, manager
+from glm5_jax.checkpoint import host_copies, manager, rollback
 from glm5_jax.training import program as program_lib
 from glm5_jax.training.feeds import feed
 from glm5_jax.training.run import health as health_lib
@@ -53,6 +53,20 @@ class RunTest(absltest.TestCase):
             again = json.loads(json.dumps(metadata, allow_nan=False))
             self.assertEqual(again, metadata)
             self.assertEqual(again, again | want | {"metrics": metrics, "step": step})
+
+    def test_a_new_run_obeys_no_rollback_of_an_old_one(self):
+        """Somebody has moved the old run's checkpoints/ away."""
+        rollback.write(self.folder, rollback.Rollback(4, 7, None))
+        self.run_state.checkpoints.latest_step.return_value = None
+        self.run_state.feed.tokenizer = None
+        with (
+            mock.patch.object(state, "companions"),
+            mock.patch.object(state.same_tokenizer, "keep", return_value=""),
+            mock.patch.object(state.pinned_lib, "resolve", return_value={}),
+            mock.patch.object(state, "initial", return_value=({}, None)),
+        ):
+            state._fill(self.run_state)
+        self.assertIsNone(rollback.read(self.folder))
 
     def test_a_compilation_is_announced_before_it_starts(self):
         """It takes minutes for a large model, in which nothing else is said."""

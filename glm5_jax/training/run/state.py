@@ -341,6 +341,7 @@ def _fill(run: Run) -> None:
     if run.copies:  # of an earlier start that had no checkpoint
         run.copies.drop()
     if together.is_first():
+        rollback.forget(workdir)  # of a run whose checkpoints somebody has moved away
         companions.into_training(workdir, config.init_from, run.feed.tokenizer)
     run.tokenizer = same_tokenizer.keep(workdir, run.feed.tokenizer)
     run.pinned = pinned_lib.resolve(config, None)
