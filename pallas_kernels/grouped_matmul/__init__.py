@@ -30,6 +30,9 @@ def grouped_matmul(
         without Triton: all tiles at once), "reference", or None for the best one of
         this platform.
 
+    Returns:
+      The products, of the type of x.
+
     Raises:
       ValueError: if shapes or types do not fit each other.
       NotImplementedError: if a named implementation cannot take the arguments.

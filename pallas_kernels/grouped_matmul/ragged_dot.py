@@ -8,4 +8,4 @@ def grouped_matmul(
     x: Float[Array, "M D"], w: Float[Array, "E D F"], group_sizes: Int[Array, " E"]
 ) -> Float[Array, "M F"]:
     """See `pallas_kernels.grouped_matmul`."""
-    return jax.lax.ragged_dot(x, w, group_sizes)
+    return jax.lax.ragged_dot(x, w, group_sizes).astype(x.dtype)

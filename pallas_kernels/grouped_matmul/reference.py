@@ -15,7 +15,8 @@ def grouped_matmul(
     rows = jnp.arange(x.shape[0])[:, None]
     is_mine_ME = (rows >= (ends - group_sizes)[None]) & (rows < ends[None])
     y_MEN = jnp.einsum("mk,ekn->men", x, w)
-    return jnp.einsum("men,me->mn", y_MEN, is_mine_ME.astype(y_MEN.dtype))
+    y = jnp.einsum("men,me->mn", y_MEN, is_mine_ME.astype(y_MEN.dtype))
+    return y.astype(x.dtype)
 
 
 def grouped_matmul_quantized(

@@ -59,6 +59,18 @@ class GroupedMatmulTest(parameterized.TestCase):
         got = grouped_matmul(x, w, jnp.asarray(sizes), implementation="reference")
         np.testing.assert_allclose(got, loop(x, w, sizes), rtol=1e-4, atol=1e-5)
 
+    @parameterized.parameters("blocked", "batched", "ragged_dot", "reference")
+    def test_products_and_gradients_have_the_types_of_what_they_are_of(self, name):
+        for rows, matrices in (("bfloat16", "float32"), ("float32", "bfloat16")):
+            x, w = (
+                x.astype(t)
+                for x, t in zip(make_inputs(8), (rows, matrices), strict=True)
+            )
+            y = jax.ShapeDtypeStruct((8, N), rows)
+            sizes = jnp.asarray([8, 0, 0, 0, 0])
+            got = jax.eval_shape(value_and_gradients, x, w, sizes, y, name)
+            self.assertEqual([str(a.dtype) for a in got], [rows, rows, matrices])
+
     @parameterized.product(
         case=CASES, implementation=("blocked", "batched", "ragged_dot")
     )
