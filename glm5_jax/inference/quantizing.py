@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import json
 import math
+import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -83,7 +84,7 @@ def quantize(
       InputError: see `conversion.convert`, or the text cannot be scored; or the source
         is quantized already.
     """
-    target = str(pathlib.Path(target).expanduser())
+    target = os.path.expanduser(target)
     source = loading.find(checkpoint)
     if source.is_quantized:
         raise config_lib.InputError(

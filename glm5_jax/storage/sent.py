@@ -31,7 +31,7 @@ def new_folder(path: str | os.PathLike) -> Iterator[pathlib.Path]:
     """
     bucket_lib.require_path(path)
     if not bucket_lib.is_address(path):
-        yield pathlib.Path(path).expanduser()
+        yield pathlib.Path(os.path.expanduser(path))
         return
     bucket = bucket_lib.Bucket(path)
     if bucket.objects():

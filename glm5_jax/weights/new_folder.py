@@ -28,7 +28,7 @@ def new_folder(folder: str | os.PathLike) -> Iterator[pathlib.Path]:
     Raises:
       InputError: the folder exists, cannot be made, or another process is writing it.
     """
-    folder = pathlib.Path(folder).expanduser().absolute()
+    folder = pathlib.Path(os.path.expanduser(folder)).absolute()
     if folder.exists():
         raise config_lib.InputError(f"{folder} exists; choose another target.")
     try:

@@ -67,6 +67,11 @@ class NewFolderTest(parameterized.TestCase):
             pass
         self.assertTrue(self.folder.is_dir())
 
+    def test_the_tilde_of_nobody_stays(self):
+        with contextlib.chdir(self.parent), new_folder.new_folder("~nobody-has-this/x"):
+            pass
+        self.assertEqual(self.names(), ["~nobody-has-this"])
+
     def test_the_next_writer_removes_the_files_of_a_killed_process(self):
         killed = []
         for _ in range(2):
