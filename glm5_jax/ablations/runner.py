@@ -134,8 +134,10 @@ class Plan:
     def is_ready(self, job: Job) -> bool:
         """Tells whether the arm that a run begins from is done, if there is one."""
         arm = self.study.arm(job.arm)
-        before = self._before(arm, job.seed) if arm.after else None
-        return not arm.after or (before is not None and before.is_done)
+        if not arm.after:
+            return True
+        before = self._before(arm, job.seed)
+        return before is not None and before.is_done
 
     def _before(self, arm: study_lib.Arm, seed: int) -> Job | None:
         return self.chosen(self.study.arm(arm.after), seed)

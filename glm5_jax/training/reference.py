@@ -26,23 +26,19 @@ def unchanged(batch: Batch) -> Batch:
     return batch
 
 
-def require(config: config_lib.TrainConfig, steps: pinned.Steps) -> bool:
-    """Checks a reference other than init_from without reading weights.
+def require(config: config_lib.TrainConfig, steps: pinned.Steps) -> None:
+    """Checks the reference, if there is one, without reading weights.
 
     Args:
       config: of the run.
       steps: that the run reads of other runs; of others the newest is checked.
 
-    Returns:
-      Whether there is one.
-
     Raises:
       InputError: nothing usable is there, or its model computes differently.
     """
-    if config.reference is None or config.reference == config.init_from:
-        return False
-    require_policy(config, config.reference, "rl.reference", steps)
-    return True
+    if config.reference is not None:
+        field = "rl.reference" if config.rl.reference else "init_from"
+        require_policy(config, config.reference, field, steps)
 
 
 def make(
@@ -62,7 +58,7 @@ def make(
     """
     if config.reference is None:
         return unchanged
-    require_policy(config, config.reference, "the reference", steps)
+    require(config, steps)
     logprobs = scorer(config, prepared)
     params = read(config, pinned.path(steps, config.reference), prepared)
     return lambda batch: {**batch, policy.REFERENCE: logprobs(params, batch)}

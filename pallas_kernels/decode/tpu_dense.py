@@ -47,17 +47,13 @@ def decode_indexer_topk(
 ) -> Int[Array, "B T K"]:
     """See `pallas_kernels.decode_indexer_topk`."""
     batch, num_queries, _, width = q.shape
-    factors = []
-    if exponents is not None:
-        factors = [_factors(reference.rows(exponents, page_table), num_queries)]
     if eight_bits.are_codes(q):
         q = q.astype(jnp.bfloat16)
     rows = 1 << (num_queries - 1).bit_length()  # per group, for one sequence
     size = math.gcd(k.shape[1], CHUNK)  # keys per copy
     split = k.shape[1] // size
-    if page_table is None:
-        page_table = jnp.arange(batch)[:, None]
-    pages = page_table[:, :, None] * split + jnp.arange(split)[None, None]
+    table = jnp.arange(batch)[:, None] if page_table is None else page_table
+    pages = table[:, :, None] * split + jnp.arange(split)[None, None]
     pages = pages.reshape(batch, -1).astype(jnp.int32)
 
     def grouped(x: Array) -> Array:
@@ -66,7 +62,10 @@ def decode_indexer_topk(
         x = jnp.pad(x, [*widths, *[(0, 0)] * (x.ndim - 2)])
         return x.reshape(-1, QUERIES, *x.shape[2:])
 
-    factors = [grouped(x) for x in factors]
+    factors = []
+    if exponents is not None:
+        rows_of_each = reference.rows(exponents, page_table)
+        factors = [grouped(_factors(rows_of_each, num_queries))]
     q, w, lo, hi = (grouped(x) for x in (q, w, lo, hi))
     missing = len(q) * (QUERIES // rows) - batch
     bits = _select(

@@ -116,9 +116,11 @@ class ReferenceTest(runs.OneDeviceTest):
         longer = dataclasses.replace(config, num_steps=2)
         checkpoints.close()
         with self.assertRaisesRegex(
-            config_lib.InputError, "the reference: .*began with step 1 of .*goes_on"
+            config_lib.InputError, "init_from: .*began with step 1 of .*goes_on"
         ):
             loop.train(longer, run)
+        with self.assertRaisesRegex(config_lib.InputError, "began with step 1 of"):
+            preflight.check(longer, str(run))
         with self.assertRaisesRegex(config_lib.InputError, "goes_on/checkpoints/1"):
             replay.replay(run)
         kept = self.start / "checkpoints" / "1"

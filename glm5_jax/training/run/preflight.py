@@ -56,11 +56,7 @@ def check(config: config_lib.TrainConfig, workdir: str | None = None) -> str:
     except config_lib.InputError as error:
         errors.append(str(error))
     try:
-        steps = _pinned(workdir) if resumes else {}
-        if reference.require(config, steps):
-            found.append(f"rl.reference: {config.reference} has every parameter")
-        teachers.require(config, steps)
-        found += [f"rl.teachers: {x} has every parameter" for x in config.teachers]
+        found += _policy_lines(config, _pinned(workdir) if resumes else None)
     except config_lib.InputError as error:
         errors.append(str(error))
     try:
@@ -92,6 +88,24 @@ def _pinned(workdir: str | None) -> Mapping[str, int]:
         return {}
     folder = pathlib.Path(workdir).expanduser()
     return manager.read_metadata(folder).get("pinned", {})
+
+
+def _policy_lines(
+    config: config_lib.TrainConfig, steps: Mapping[str, int] | None
+) -> list[str]:
+    """Returns lines on the other policies that the loss reads.
+
+    Args:
+      config: of the run.
+      steps: that the run reads of other runs; None: it begins, and init_from has a
+        line of its own.
+    """
+    found = []
+    if config.reference and (steps is not None or config.reference != config.init_from):
+        reference.require(config, steps or {})
+        found.append(f"rl.reference: {config.reference} has every parameter")
+    teachers.require(config, steps or {})
+    return found + [f"rl.teachers: {x} has every parameter" for x in config.teachers]
 
 
 def _feed_lines(config: config_lib.TrainConfig, feed: feed_lib.Feed) -> list[str]:
