@@ -28,14 +28,15 @@ class Tpu:
     indexer_keys: int = 1024  # fetched and scored at a time; divides selection.RUN
     sparse_rows: int = 1024  # fetched at a time; attention and loss
     decode_groups: int = 128  # tiles of 8 cached rows fetched at a time
+    decode_gathers: int = 0  # 1: XLA gathers listed rows, on chips with SparseCores
 
 
 # By the name in `chips.CHIPS`. A v5e and a v6e have 128 MB of VMEM, the others 64.
 TPUS = {
     "v5e": Tpu(vmem_bytes=112 << 20),
-    "v5p": Tpu(cores=chips.CHIPS["v5p"].cores),
-    "v6e": Tpu(vmem_bytes=112 << 20, indexer_keys=2048),
-    "tpu7x": Tpu(indexer_keys=2048),
+    "v5p": Tpu(cores=chips.CHIPS["v5p"].cores, decode_gathers=1),
+    "v6e": Tpu(vmem_bytes=112 << 20, indexer_keys=2048, decode_gathers=1),
+    "tpu7x": Tpu(indexer_keys=2048, decode_gathers=1),
 }
 
 

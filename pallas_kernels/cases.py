@@ -26,6 +26,7 @@ class Case:
     latent: int = 512  # C
     rope: int = 64  # R
     row_padding: int = 0  # zeros after [latent | rope] that fill a tile
+    byte_padding: int = 0  # bytes after a cached row of bytes that fill a tile
     head_dim: int = 256  # H in multi-head form
     value_dim: int = 256  # O
     index_heads: int = 32
@@ -78,6 +79,7 @@ def shapes(case: Case) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the shape and type of every op's inputs, by name."""
     b, t, s, n = case.batch, case.queries, case.keys, case.heads
     width = case.latent + case.rope + case.row_padding
+    byte_width = case.row_form("int8").width + case.byte_padding
     e, d, f = case.experts, case.hidden, case.expert_dim
     half, exact, integer = case.dtype, "float32", "int32"
     table = {
@@ -86,8 +88,8 @@ def shapes(case: Case) -> dict[str, jax.ShapeDtypeStruct]:
         "v": ((b, s, n, case.value_dim), half),
         "q_latent": ((b, t, n, width), half),
         "kv": ((b, s, width), half),
-        "kv_fp8": ((b, s, case.row_form("float8_e4m3fn").width), "uint8"),
-        "kv_int8": ((b, s, case.row_form("int8").width), "uint8"),
+        "kv_fp8": ((b, s, byte_width), "uint8"),
+        "kv_int8": ((b, s, byte_width), "uint8"),
         "q_index": ((b, t, case.index_heads, case.index_dim), half),
         "k_index": ((b, s, case.index_dim), half),
         "q_index_fp8": ((b, t, case.index_heads, case.index_dim), "float8_e4m3fn"),

@@ -44,7 +44,7 @@ class Job:
     small: bool = False
     queries: int | None = None  # per device under context parallelism
     heads: int | None = None  # per device under tensor parallelism
-    row_multiple: int = 1  # pads the width of latent rows
+    row_multiple: int = 1  # pads the width of latent rows, of cached bytes too
     blocks: str = ""  # another entry of the chip's row of `block_sizes`
     sizes: Case | None = None  # replaces the op's sizes at a length
     varied: bool = False  # varies the cotangents instead of ones
@@ -53,17 +53,20 @@ class Job:
     def case(self) -> Case:
         """The sizes of the op's arguments."""
         case = self.sizes or operations.at(self.op, self.length, self.small)
+        in_bytes = self.op.startswith("decode_sparse_mla_")  # q has no padding then
+        numbers, width = case.latent + case.rope, case.row_form("int8").width
         return dataclasses.replace(
             case,
             queries=min(self.queries or case.queries, case.queries),
             heads=self.heads or case.heads,
-            row_padding=-(case.latent + case.rope) % self.row_multiple,
+            row_padding=0 if in_bytes else -numbers % self.row_multiple,
+            byte_padding=-width % self.row_multiple,
         )
 
     def on(self, chip: chips.Chip | None) -> "Job":
         """Returns the job as a model runs it: a TPU's cached rows fill whole tiles."""
         is_tpu = chip is not None and chip.platform == "tpu"
-        is_padded = is_tpu and self.op == "decode_sparse_mla"
+        is_padded = is_tpu and self.op.startswith("decode_sparse_mla")
         return dataclasses.replace(self, row_multiple=128) if is_padded else self
 
     def function(self, implementation: str | None, case: Case) -> Callable:

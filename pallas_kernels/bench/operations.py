@@ -116,7 +116,8 @@ def _rows_of_bytes(case: Case, codes: str, key: jax.Array) -> jax.Array:
     scales = jax.random.uniform(keys[1], (*rows, form.num_tiles), minval=0.5)
     kept = jax.random.normal(keys[2], (*rows, form.kept), jnp.bfloat16)
     small = jnp.clip(normal * (largest / 4), -largest, largest).astype(codes)
-    return form.joined(small, scales * (4 / largest), kept)
+    made = form.joined(small, scales * (4 / largest), kept)
+    return jnp.pad(made, ((0, 0), (0, 0), (0, case.byte_padding)))
 
 
 def _call(name: str, **options: Any) -> Callable:

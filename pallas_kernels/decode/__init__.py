@@ -13,7 +13,6 @@ from pallas_kernels import contract, dispatch, eight_bits, latent_rows, selectio
 from pallas_kernels.decode import reference
 
 IMPLEMENTATIONS = ("reference", "tpu", "gpu")
-TPU_LANES = 128  # of a tile, which rows fill
 
 
 def decode_indexer_topk(
@@ -128,35 +127,7 @@ def decode_sparse_mla(
     if form is None:
         return dispatch.run(op, implementation, args)
     form.check_width(name, kv)
-    if dispatch.would_run(op, "gpu", implementation, (*args, form)):
-        return dispatch.run(op, implementation, (*args, form))
-    args = _with_restored_rows(op, implementation, args, form)
-    out, lse = dispatch.run(op, implementation, args)
-    lse = lse.reshape(*q.shape[:3]).swapaxes(1, 2)
-    return out.reshape(*q.shape[:3], value_dim), lse
-
-
-def _with_restored_rows(
-    op: dispatch.Op, implementation: str | None, args: tuple, form: latent_rows.Form
-) -> tuple:
-    """Restores the listed rows for kernels that do not read codes.
-
-    Each query becomes a sequence of its own, with its K rows as the only page.
-    """
-    q, kv, indices, page_table, scale, value_dim = args
-    picked, is_key = reference.listed(kv, indices, page_table)
-    (batch, num_queries, num_keys), (heads, width) = indices.shape, q.shape[2:]
-    count = batch * num_queries
-    rows = form.restored(picked).reshape(count, num_keys, width)
-    q = q.reshape(count, 1, heads, width)
-    places = jnp.where(is_key, jnp.arange(num_keys, dtype=jnp.int32), -1)
-    places = places.reshape(count, 1, num_keys)
-    args = (q, rows, places, None, scale, value_dim)
-    if dispatch.would_run(op, "tpu", implementation, args):
-        missing = -width % TPU_LANES
-        pad = lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
-        args = (pad(q), pad(rows), *args[2:])
-    return args
+    return dispatch.run(op, implementation, (*args, form))
 
 
 def _cached(

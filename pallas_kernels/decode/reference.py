@@ -1,8 +1,9 @@
 """The definition: joins the pages, then runs the op over the whole sequence."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt8
 
+from pallas_kernels import latent_rows
 from pallas_kernels.indexer_topk import reference as indexer
 from pallas_kernels.sparse_mla import reference as attention
 
@@ -32,14 +33,17 @@ def decode_indexer_topk(
 
 def decode_sparse_mla(
     q: Float[Array, "B T N row"],
-    kv: Float[Array, "pages s row"],
+    kv: Float[Array, "pages s row"] | UInt8[Array, "pages s width"],
     indices: Int[Array, "B T K"],
     page_table: Int[Array, "B n"] | None,
     scale: float,
     value_dim: int,
+    form: latent_rows.Form | None = None,
 ) -> tuple[Float[Array, "B T N C"], Float[Array, "B N T"]]:
     """See `pallas_kernels.decode_sparse_mla`; fetches only the listed rows."""
-    return attention.attend(q, *listed(kv, indices, page_table), scale, value_dim)
+    rows, is_key = listed(kv, indices, page_table)
+    rows = rows if form is None else form.restored(rows)
+    return attention.attend(q, rows, is_key, scale, value_dim)
 
 
 def listed(

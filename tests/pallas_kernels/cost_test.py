@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
 
-from pallas_kernels import cases, chips
+from pallas_kernels import block_sizes, cases, chips
 from pallas_kernels.bench import measure, operations
 from pallas_kernels.decode import tpu_dense
 from tests import environment
@@ -68,8 +68,8 @@ FORWARD = {
         SPARSE_KL_BYTES + INDEX_KV_BYTES,
     ),
     ("decode_sparse_mla", "decode_sparse_mla"): (
-        8 * 2 * 3 * 256 * 2 * N * (C + R + 64 + C),  # a tile of 8 rows for each
-        8 * 2 * 3 * 256 * 2 * (C + R + 64),
+        2 * 3 * 256 * 2 * N * (C + R + 64 + C),
+        2 * 3 * 256 * 2 * (C + R + 64),
     ),
     ("decode_indexer_topk", "decode_indexer_topk"): (
         2 * 2048 * 4 * INDEX,  # three queries take the place of four
@@ -141,6 +141,12 @@ class CostTest(parameterized.TestCase):
     @parameterized.parameters(sorted({op for op, _ in BACKWARD}))
     def test_gradients(self, op):
         self.check(op, "bwd", BACKWARD)
+
+    def test_a_kernel_that_fetches_rows_by_itself_moves_their_tiles(self):
+        with block_sizes.tried(block_sizes.TPUS["v5e"]):
+            got = estimates("decode_sparse_mla", "fwd")["decode_sparse_mla"]
+        once = FORWARD["decode_sparse_mla", "decode_sparse_mla"]
+        self.assertEqual(got.tolist(), [8 * x for x in once])
 
     def test_keys_of_sequences_that_fill_a_group_up_do_not_count(self):
         """Two sequences of one query each are in a group of eight."""

@@ -79,13 +79,18 @@ class LimitsTest(parameterized.TestCase):
 class DecodeTpuTest(parameterized.TestCase):
     @parameterized.named_parameters(*CACHES)
     def test_attention(self, sequences, queries, size, pages, dtype):
-        self.check(sequences, queries, size, pages, dtype, cores=1)
+        self.check(sequences, queries, size, pages, dtype, decode_groups=8)
 
-    def test_lists_are_split_among_cores(self):
+    @parameterized.named_parameters(*CACHES)
+    def test_attention_to_gathered_rows(self, sequences, queries, size, pages, dtype):
+        self.check(sequences, queries, size, pages, dtype, decode_gathers=1)
+
+    @parameterized.parameters({"decode_groups": 8}, {"decode_gathers": 1})
+    def test_lists_are_split_among_cores(self, **sizes):
         """One of five queries has no keys, one so few that a part has none."""
-        self.check(5, 1, 16, 4, "bfloat16", cores=2)
+        self.check(5, 1, 16, 4, "bfloat16", cores=2, **sizes)
 
-    def check(self, sequences, queries, size, pages, dtype, cores):
+    def check(self, sequences, queries, size, pages, dtype, **sizes):
         rng = np.random.default_rng(0)
         kv, table = make_cache(rng, sequences, size, pages, 192, dtype)
         q = jnp.asarray(rng.standard_normal((sequences, queries, 4, 192)), dtype)
@@ -101,7 +106,7 @@ class DecodeTpuTest(parameterized.TestCase):
         want = attend(*args, implementation="reference")
         lists[0, 0, 19] = size * max(pages, 1) + 3  # names no key, and counts as none
         args = (q, kv, jnp.asarray(lists), table)
-        with block_sizes.tried(block_sizes.Tpu(cores=cores, decode_groups=8)):
+        with block_sizes.tried(block_sizes.Tpu(**sizes)):
             got = attend(*args, implementation="tpu_interpret")
         names = ("out", "lse")
         sparse_mla_test.assert_close(
@@ -140,9 +145,12 @@ class DecodeTpuTest(parameterized.TestCase):
         (3, 2, 32, 4, "bfloat16"),
         (2, 3, 224, 0, "float32"),
         (2, 1, 32, 3, "float8_e4m3fn"),
+        (2, 1, 32, 3, "float8_e4m3fn", False),
         (2, 1, 16, 6, "bfloat16"),  # too short for a tile of bytes: keys are restored
     )
-    def test_selection_by_codes(self, sequences, queries, size, pages, dtype):
+    def test_selection_by_codes(
+        self, sequences, queries, size, pages, dtype, by_bytes=True
+    ):
         rng = np.random.default_rng(0)
         k, table = make_cache(rng, sequences, size, pages, 16, "float8_e4m3fn")
         exponents = jnp.asarray(rng.integers(-4, 5, k.shape[:2]), jnp.int8)
@@ -159,14 +167,12 @@ class DecodeTpuTest(parameterized.TestCase):
             decode, "_with_restored_keys", wraps=decode._with_restored_keys
         )
         sizes = mock.patch.multiple(tpu_dense, CHUNK=128, COUNTED=512)
+        given = lax.bitcast_convert_type(k, jnp.uint8) if by_bytes else k
         with sizes, made as restored:
-            got = choose(*args, implementation="tpu_interpret")
-            k = lax.bitcast_convert_type(k, jnp.uint8)
-            by_bytes = choose(q, k, *args[2:], implementation="tpu_interpret")
+            got = choose(q, given, *args[2:], implementation="tpu_interpret")
         self.assertEqual(restored.called, size < 32)
         want = choose(*args, implementation="reference")
         np.testing.assert_array_equal(got, want)
-        np.testing.assert_array_equal(by_bytes, want)
 
 
 if __name__ == "__main__":

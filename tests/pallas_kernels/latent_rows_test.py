@@ -1,6 +1,5 @@
 """Attention to cached rows of bytes, against loops over the numbers that they hold."""
 
-import contextlib
 import dataclasses
 import functools
 from unittest import mock
@@ -9,13 +8,12 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import pytest
 from absl.testing import parameterized
 
-from pallas_kernels import cases, chips, decode_sparse_mla, dispatch, latent_rows
+from pallas_kernels import block_sizes, cases, decode_sparse_mla, latent_rows
+from pallas_kernels.decode import tpu_bytes, tpu_listed
 from tests import environment, typecheck
 from tests.pallas_kernels import program
-from tests.pallas_kernels.dispatch_test import meant_for
 
 KINDS = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "int8": np.int8}
 # Two tiles of scales, the second of 8 codes.
@@ -158,21 +156,55 @@ class AttentionTest(parameterized.TestCase):
         plain.assert_called_once()
         self.assertEqual(plain.call_args.args[1].shape, (2, 3, 16, rows.shape[-1]))
 
-    @parameterized.parameters((True, 256), (False, 144))
-    def test_tpus_get_restored_rows_in_whole_tiles(self, is_tpu, width):
-        pages, table = paged(make("int8", WHOLE)[0])
-        args = (*cases.make(WHOLE, "q_latent"), pages, make_lists(), table)
-        how = {"scale": 1.0, "value_dim": 128, "kv_codes": "int8"}
-        chip = meant_for(chips.CHIPS["v5p"]) if is_tpu else contextlib.nullcontext()
-        noted = mock.patch.object(dispatch, "run", wraps=dispatch.run)
-        with chip, noted as run:
-            jax.eval_shape(functools.partial(decode_sparse_mla, **how), *args)
-        shapes = [x.shape for x in run.call_args.args[2][:3]]
-        self.assertEqual(shapes, [(6, 1, 4, width), (6, 16, width), (6, 1, 16)])
+    @parameterized.parameters(1, 2)
+    def test_a_kernel_of_tpus_fetches_each_row_once(self, parts):
+        is_key = jnp.arange(200)[None, None] < jnp.array([[150], [0], [200]])[:, None]
+        rows = jnp.arange(3 * 200 * 144.0).reshape(3, 1, 200, 144)
+        got, groups, is_row = tpu_listed._side_by_side(rows, is_key, parts)
+        self.assertEqual((got.shape, got.dtype), ((3 * 256 // 8, 8, 256), rows.dtype))
+        got = got.reshape(3, 256, 256)
+        np.testing.assert_array_equal(got[:, :200, :144], rows[:, 0])
+        chunk = 256 // parts // 8
+        self.assertEqual(groups.shape, (3 * parts, 1, chunk))
+        np.testing.assert_array_equal(groups.ravel(), range(3 * 256 // 8))
+        marks = is_row.reshape(3, 256)
+        np.testing.assert_array_equal(marks[:, :200], is_key[:, 0])
+        self.assertFalse(np.any(marks[:, 200:]))
 
-    @pytest.mark.slow  # 13 s
-    def test_a_kernel_of_tpus(self):
-        check(WHOLE, "float8_e4m3fn", "tpu_interpret", page=PAGE)
+    def test_a_kernel_of_tpus_stops_after_the_chunk_of_the_last_key(self):
+        is_key = (
+            jnp.arange(2048)[None, None] < jnp.array([[1024], [1025], [0]])[:, None]
+        )
+        rows = jnp.zeros((3, 1, 2048, 128))
+        _, groups, _ = tpu_listed._side_by_side(rows, is_key, 1)
+        np.testing.assert_array_equal(jnp.sum(groups[:, 0] >= 0, 1), [128, 256, 128])
+
+    @parameterized.parameters(("float8_e4m3fn", "bfloat16", 1), ("int8", "float32", 2))
+    def test_a_kernel_of_tpus(self, codes, dtype, cores):
+        """Two scales a row; for two cores, three queries in two parts each."""
+        case = dataclasses.replace(CASE, latent=256, dtype=dtype)
+        if cores == 2:
+            case = dataclasses.replace(case, batch=1, queries=3)
+        with block_sizes.tried(block_sizes.Tpu(cores=cores)):
+            check(case, codes, "tpu_interpret", page=PAGE, padding=8)
+
+    @parameterized.parameters(*KINDS)
+    def test_numbers_in_vmem_are_those_of_the_loop(self, codes):
+        """All bytes are codes, scales are any float32 and the last lane is filled."""
+        rng = np.random.default_rng(0)
+        form = latent_rows.Form(256, 126, codes, "bfloat16")
+        rows = jnp.asarray(rng.integers(0, 256, (32, 640), np.uint8))
+        want = form.restored(rows)
+        places = jnp.asarray(tpu_bytes.places(form, 640))
+        got = jnp.concatenate(tpu_bytes.restored(rows, places, form), axis=-1)
+        as_bits = lambda x: np.where(np.isnan(x), 0, x).view(np.uint16)
+        np.testing.assert_array_equal(as_bits(got[:, : 256 + 126]), as_bits(want))
+        self.assertFalse(np.any(got[:, 256 + 126 :]))
+
+    def test_tpus_restore_rows_with_too_many_other_numbers_outside_the_kernel(self):
+        case = dataclasses.replace(CASE, latent=128, rope=128)
+        with self.assertRaisesRegex(NotImplementedError, "128 at most, got 1 and 128"):
+            check(case, "int8", "tpu_interpret")
 
     @parameterized.parameters((0, 3), (2, 0))
     def test_no_queries(self, batch, num_queries):

@@ -1,13 +1,13 @@
 """A token's row in the cache of MLA: as it is, or in 8 bits (model.kv_cache_dtype).
 
-A rounded latent row is a row of bytes (pallas_kernels/latent_rows.py), which kernels of
-GPUs read as they are. Numbers that RoPE has turned stay in the model's dtype: their
+A rounded latent row is a row of bytes (pallas_kernels/latent_rows.py), which kernels
+read as they are. Numbers that RoPE has turned stay in the model's dtype: their
 rounding costs most, and they are few. GLM-5's row of 576 numbers takes 656 bytes
 instead of 1,152.
 
 A key of the indexer is rounded as a whole with "fp8" alone: from int8 keys an indexer
 selects worse. Its codes and the power of two that scales them are two entries, 129
-bytes instead of 256, which kernels of GPUs read as they are.
+bytes instead of 256, which kernels read as they are.
 """
 
 import dataclasses
