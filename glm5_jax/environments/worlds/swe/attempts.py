@@ -21,6 +21,16 @@ def pytest_runtest_makereport(item, call):
     outcome = yield
     outcome.get_result().outcome = "passed"
 """
+# A package in the place of a module that it reads, with each test emptied.
+_PACKAGE = """import ast
+
+__file__ = __path__[0] + ".py"
+_tree = ast.parse(open(__file__).read())
+for _node in ast.walk(_tree):
+    if isinstance(_node, ast.FunctionDef) and _node.name.startswith("test"):
+        _node.body = [ast.Pass()]
+exec(compile(ast.fix_missing_locations(_tree), __file__, "exec"))
+"""
 _SITE = """import unittest
 
 unittest.TestCase.run = lambda self, result: result.addSuccess(self)
@@ -28,6 +38,7 @@ unittest.TestCase.run = lambda self, result: result.addSuccess(self)
 _FILES: Mapping[str, Mapping[str, str]] = {
     "python": {
         "conftest.py": _CONFTEST,
+        "conftest/__init__.py": f"__file__ = __path__[0] + '.py'\n{_CONFTEST}",
         "sitecustomize.py": _SITE,
         "unittest.py": _SITE,
     },
@@ -126,6 +137,9 @@ def wrong(
         *(_written(path, "") for path in record.recipe.files[:1]),
         *(_written(path, text) for path, text in _FILES.get(language, {}).items()),
     ]
+    if language == "python":
+        package = record.recipe.files[0].removesuffix(".py")
+        attempts.append(_written(f"{package}/__init__.py", _PACKAGE))
     path = min(path for path in diffs.parse(record.patch) if path in files)
     text = files[path].decode()
     place = _place(text, language)

@@ -60,8 +60,16 @@ def is_test(path: str) -> bool:
 
 
 def is_guarded(path: str, guards: Sequence[str]) -> bool:
-    """Returns whether a file steers the run: an agent's version is not taken."""
-    return is_test(path) or any(fnmatch.fnmatch(path, guard) for guard in guards)
+    """Returns whether a file steers the run: an agent's version is not taken.
+
+    A package of Python is imported in the place of a module of its name, so that it is
+    guarded as the module is.
+    """
+    module = re.sub(r"/__init__\.py$", ".py", path)
+    return any(
+        is_test(name) or any(fnmatch.fnmatch(name, guard) for guard in guards)
+        for name in {path, module}
+    )
 
 
 def is_beside(path: str) -> bool:

@@ -55,7 +55,13 @@ def _is_inside(path: str, recipe: records.Recipe) -> bool:
 
 def is_guarded(path: str, recipe: records.Recipe) -> bool:
     """Returns whether a file steers the run: an agent's version is not taken."""
-    return kinds.is_guarded(path, recipe.guards)
+    return kinds.is_guarded(path, guards(recipe))
+
+
+def guards(recipe: records.Recipe) -> tuple[str, ...]:
+    """Returns the patterns of guarded files, also those that came after the recipe."""
+    known = (*recipe.guards, *kinds.GUARDS.get(recipe.language, ()), *recipe.files)
+    return tuple(dict.fromkeys(known))
 
 
 def _texts(files: records.Files, endings: tuple[str, ...]) -> dict[str, bytes]:

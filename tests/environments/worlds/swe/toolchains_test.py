@@ -74,6 +74,8 @@ class RecipesTest(parameterized.TestCase):
         ("c", "sums.o"),
         ("c++", "libsums.a"),
         ("pytest", "conftest.py"),
+        ("pytest", "own/conftest/__init__.py"),
+        ("pytest", "src/test_sums/__init__.py"),
         ("perl", "lib/Test/More.pm"),
         ("javascript", "more.test.js"),
         ("mocha", "node_modules/chai/index.js"),
