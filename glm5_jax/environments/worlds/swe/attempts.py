@@ -43,6 +43,8 @@ _FILES: Mapping[str, Mapping[str, str]] = {
         "unittest.py": _SITE,
     },
     "perl": {"lib/Test/More.pm": "package Test::More; sub AUTOLOAD { 1 } 1;\n"},
+    "c": {"assert.h": "#undef assert\n#define assert(x) ((void)(x))\n"},
+    "c++": {"cassert": "#undef assert\n#define assert(x) ((void)(x))\n"},
     "javascript": {"node_modules/assert/index.js": "module.exports = () => {};\n"},
     "typescript": {"node_modules/mocha/index.js": "process.exit(0);\n"},
     "ruby": {

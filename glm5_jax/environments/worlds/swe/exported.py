@@ -124,6 +124,7 @@ def _tests(
     token = next(path for path in runner if path.endswith("/token"))
     task = {
         "repo": tools.HOME,
+        "given": sorted(given),
         "guards": recipes.guards(recipe),
         "kept": {path: text.decode("latin-1") for path, text in kept.items()},
         "runner": [(p, t.decode("latin-1")) for p, t in runner.items()],

@@ -1,8 +1,10 @@
 """What a path of a package is: a test, a source, or a file that steers a test run."""
 
 import fnmatch
+import functools
+import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 _TEST_FOLDERS = {
     *("test", "tests", "Tests", "t", "xt", "unit_tests", "unittests", "__tests__"),
@@ -28,7 +30,14 @@ ENDINGS = {
 DECLARATIONS = (".d.ts", ".d.cts", ".d.mts")  # of TypeScript; nothing of them runs
 _OF_NODE = re.compile(r"(?:^|.[._-])(?:test|spec)s?\.[cm]?[jt]sx?$")
 _NPM = ("*package.json", "*.node", "*node_modules/*", "*.npmrc", "*.mocharc*")
+# Headers of the compiler; one of the same name in a folder of -I comes before them.
+_COMPILED = (
+    *("*.o", "*.a", "*.so", "*.gch", "*.gch/*"),
+    *("/usr/include", "/usr/local/include", "/usr/include/*-linux-*"),
+    *("/usr/lib/gcc/*/*/include", "/usr/include/c++/*"),
+)
 # Files that steer a run: they are put back as the package has them, new ones removed.
+# A pattern of folders of the machine stands for new files that are named as one there.
 GUARDS = {
     "python": (
         *("*conftest.py", "*sitecustomize.py", "*usercustomize.py", "*.pth", "*.pyc"),
@@ -38,8 +47,8 @@ GUARDS = {
     "perl": ("*.so", "*Test/*", "*.al"),
     "javascript": _NPM,
     "typescript": (*_NPM, "*tsconfig*.json"),
-    "c": ("*.o", "*.a", "*.so"),
-    "c++": ("*.o", "*.a", "*.so"),
+    "c": _COMPILED,
+    "c++": _COMPILED,
     "ruby": ("*.so", "*minitest*", "*test/unit*", "*test-unit*", "*power_assert*"),
     "php": ("*PHPUnit/*", "*phpunit*", "composer.json", "*SebastianBergmann/*"),
     "java": ("*org/junit/*", "*junit/framework/*", "*org/hamcrest/*", "*.class"),
@@ -70,6 +79,32 @@ def is_guarded(path: str, guards: Sequence[str]) -> bool:
         is_test(name) or any(fnmatch.fnmatch(name, guard) for guard in guards)
         for name in {path, module}
     )
+
+
+def is_taken(path: str, guards: Sequence[str], given: Collection[str]) -> bool:
+    """Returns whether an agent's version of a file counts.
+
+    Args:
+        path: of the file.
+        guards: patterns of the recipe.
+        given: paths of the files that the agent started with.
+    """
+    if is_guarded(path, guards):
+        return False
+    return path in given or not _is_of_machine(path, tuple(guards))
+
+
+def _is_of_machine(path: str, guards: tuple[str, ...]) -> bool:
+    """Returns whether a folder that is guarded has a file of a path's last names."""
+    names = path.split("/")
+    ends = ["/".join(names[i:]) for i in range(len(names))]
+    return any((folder / end).is_file() for folder in _folders(guards) for end in ends)
+
+
+@functools.cache
+def _folders(guards: tuple[str, ...]) -> list[pathlib.Path]:
+    roots = [guard for guard in guards if guard.startswith("/")]
+    return [path for root in roots for path in pathlib.Path("/").glob(root[1:])]
 
 
 def is_beside(path: str) -> bool:

@@ -6,7 +6,7 @@ first one under which tests pass.
 
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from glm5_jax.environments.worlds.swe import (
     javascript,
@@ -56,6 +56,11 @@ def _is_inside(path: str, recipe: records.Recipe) -> bool:
 def is_guarded(path: str, recipe: records.Recipe) -> bool:
     """Returns whether a file steers the run: an agent's version is not taken."""
     return kinds.is_guarded(path, guards(recipe))
+
+
+def is_taken(path: str, recipe: records.Recipe, given: Collection[str]) -> bool:
+    """Returns whether an agent's version of a file counts; see kinds.py."""
+    return kinds.is_taken(path, guards(recipe), given)
 
 
 def guards(recipe: records.Recipe) -> tuple[str, ...]:

@@ -67,7 +67,7 @@ def _renew(repo: pathlib.Path, folder: pathlib.Path, task: Mapping[str, Any]) ->
         name = path.relative_to(repo).as_posix()
         if path.is_symlink() or not path.is_file() or "\n" in name:
             continue
-        if kinds.is_guarded(name, task["guards"]):
+        if not kinds.is_taken(name, task["guards"], task["given"]):
             continue
         if path.stat().st_size <= task["max_file_bytes"]:
             files[name] = path.read_bytes()

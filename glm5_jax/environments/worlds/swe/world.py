@@ -170,7 +170,7 @@ async def score(
     """
     recipe = record.recipe
     given = folder.agent_tree(record)
-    taken = {p: c for p, c in files.items() if not recipes.is_guarded(p, recipe)}
+    taken = {p: c for p, c in files.items() if recipes.is_taken(p, recipe, given)}
     kept = {p: c for p, c in given.items() if recipes.is_guarded(p, recipe)}
     trial = await trials.run({**taken, **kept, **folder.hidden_tree(record)}, recipe)
     passed = trial.passed()

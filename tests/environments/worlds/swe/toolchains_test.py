@@ -85,6 +85,17 @@ class RecipesTest(parameterized.TestCase):
     def test_files_that_steer_a_run_are_guarded(self, language, path):
         self.assertTrue(recipes.is_guarded(path, recipe_of(language)))
 
+    def test_new_headers_of_the_compilers_names_are_not_taken(self):
+        if reason := lacking("c"):
+            self.skipTest(reason)
+        for language in ("c", "c++"):
+            for path in ("assert.h", "src/features.h", "assert.h.gch/x", "stddef.h"):
+                self.assertFalse(recipes.is_taken(path, recipe_of(language), ()), path)
+            for path in ("assert.h", "src/features.h"):  # the package's own
+                self.assertTrue(recipes.is_taken(path, recipe_of(language), [path]))
+            self.assertTrue(recipes.is_taken("own.h", recipe_of(language), ()))
+        self.assertTrue(recipes.is_taken("assert.h", recipe_of("perl"), ()))
+
     def test_helpers_of_tests_are_no_tests(self):
         files = {**files_of("ruby"), "test/test_helper.rb": b"", "spec/a_test.rb": b""}
         (found,) = recipes.candidates(files)
