@@ -44,7 +44,7 @@ GUARDS = {
         *("*.so", "*pytest.ini", "setup.cfg", "tox.ini", "pyproject.toml"),
         *("unittest*", "pytest*", "_pytest*", "*canary_of_the_runner*"),
     ),
-    "perl": ("*.so", "*Test/*", "*.al"),
+    "perl": ("*.so", "*Test/*", "*Test2/*", "*Test2.pm", "*lib/Test.pm", "*.al"),
     "javascript": _NPM,
     "typescript": (*_NPM, "*tsconfig*.json"),
     "c": _COMPILED,
