@@ -30,9 +30,10 @@ ENDINGS = {
 DECLARATIONS = (".d.ts", ".d.cts", ".d.mts")  # of TypeScript; nothing of them runs
 _OF_NODE = re.compile(r"(?:^|.[._-])(?:test|spec)s?\.[cm]?[jt]sx?$")
 _NPM = ("*package.json", "*.node", "*node_modules/*", "*.npmrc", "*.mocharc*")
-# Headers of the compiler; one of the same name in a folder of -I comes before them.
+# Of C: a header of an agent would come before one of these folders, in those of -I.
 _COMPILED = (
     *("*.o", "*.a", "*.so", "*.gch", "*.gch/*"),
+    *("unity*.[ch]", "*/unity*.[ch]"),  # a framework of tests that packages bring along
     *("/usr/include", "/usr/local/include", "/usr/include/*-linux-*"),
     *("/usr/lib/gcc/*/*/include", "/usr/include/c++/*"),
 )

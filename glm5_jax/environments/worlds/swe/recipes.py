@@ -133,14 +133,14 @@ def _c(files: records.Files) -> Iterator[records.Recipe]:
         ]
         if not tests:
             continue
+        frameworks = [p for p in files if p.endswith("/unity.c")][:1]
         library = [
             path
             for path in _texts(files, (ending,))
-            if path not in programs
+            if path not in (*programs, *frameworks)
             and not kinds.is_test(path)
             and not kinds.is_beside(path)
         ]
-        frameworks = [p for p in files if p.endswith("/unity.c")][:1]
         headers = {
             str(pathlib.PurePosixPath(p).parent) for p in files if p.endswith(".h")
         }

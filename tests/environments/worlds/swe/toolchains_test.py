@@ -72,6 +72,8 @@ class RecipesTest(parameterized.TestCase):
         ("go", "vendor/testing/testing.go"),
         ("go", "more_test.go"),
         ("c", "sums.o"),
+        ("c", "unity/unity.c"),
+        ("c", "unity_internals.h"),
         ("c++", "libsums.a"),
         ("pytest", "conftest.py"),
         ("pytest", "own/conftest/__init__.py"),
@@ -98,6 +100,12 @@ class RecipesTest(parameterized.TestCase):
                 self.assertTrue(recipes.is_taken(path, recipe_of(language), [path]))
             self.assertTrue(recipes.is_taken("own.h", recipe_of(language), ()))
         self.assertTrue(recipes.is_taken("assert.h", recipe_of("perl"), ()))
+
+    def test_a_framework_of_c_is_compiled_once_and_not_broken(self):
+        files = {**files_of("c"), "unity/unity.c": b"int fails;\n"}
+        (found,) = recipes.candidates(files)
+        self.assertEqual(found.sources.count("unity/unity.c"), 1)
+        self.assertNotIn("unity/unity.c", recipes.sources(files, found))
 
     def test_helpers_of_tests_are_no_tests(self):
         files = {**files_of("ruby"), "test/test_helper.rb": b"", "spec/a_test.rb": b""}
