@@ -4,7 +4,7 @@ import fnmatch
 import functools
 import pathlib
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 _TEST_FOLDERS = {
     *("test", "tests", "Tests", "t", "xt", "unit_tests", "unittests", "__tests__"),
@@ -106,6 +106,25 @@ def _is_of_machine(path: str, guards: tuple[str, ...]) -> bool:
 def _folders(guards: tuple[str, ...]) -> list[pathlib.Path]:
     roots = [guard for guard in guards if guard.startswith("/")]
     return [path for root in roots for path in pathlib.Path("/").glob(root[1:])]
+
+
+def merged(taken: Mapping[str, bytes], kept: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Returns an agent's files with others put over them.
+
+    An agent's file is left out where a folder of its name is needed, or below a file.
+    """
+    files = {**taken, **kept}
+    folders = {folder for path in files for folder in _folders_of(path)}
+    return {
+        path: content
+        for path, content in files.items()
+        if path in kept or not (path in folders or _folders_of(path) & files.keys())
+    }
+
+
+def _folders_of(path: str) -> set[str]:
+    names = path.split("/")
+    return {"/".join(names[:i]) for i in range(1, len(names))}
 
 
 def is_beside(path: str) -> bool:

@@ -71,17 +71,17 @@ def _renew(repo: pathlib.Path, folder: pathlib.Path, task: Mapping[str, Any]) ->
             continue
         if path.stat().st_size <= task["max_file_bytes"]:
             files[name] = path.read_bytes()
-    files |= {name: text.encode("latin-1") for name, text in task["kept"].items()}
+    kept = {name: text.encode("latin-1") for name, text in task["kept"].items()}
     hidden = folder / HIDDEN
     for path in sorted(hidden.rglob("*")):
         if path.is_file():
-            files[path.relative_to(hidden).as_posix()] = path.read_bytes()
+            kept[path.relative_to(hidden).as_posix()] = path.read_bytes()
     for path in repo.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
-    _write(repo, files)
+    _write(repo, kinds.merged(files, kept))
 
 
 def _prepare(task: Mapping[str, Any], token: str) -> str:

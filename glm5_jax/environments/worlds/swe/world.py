@@ -18,6 +18,7 @@ from glm5_jax.environments.worlds.swe import (
     copies,
     drivers,
     exported,
+    kinds,
     recipes,
     records,
     statements,
@@ -30,6 +31,7 @@ MAX_TURNS = 60
 HELD_OUT = 8  # one task in so many
 _MAX_READ = 2**25  # bytes of files that an agent changed
 _MAX_FILES = 2000  # that an agent changed
+_MAX_NAME, _MAX_PATH = 255, 1000  # bytes; what is longer is in no package
 _INSTRUCTION = (
     "The package is in {home}; its tests are not. Change its source with the tools, "
     "then call submit. Hidden tests decide. Edits of tests do not count.\n\n"
@@ -172,7 +174,8 @@ async def score(
     given = folder.agent_tree(record)
     taken = {p: c for p, c in files.items() if recipes.is_taken(p, recipe, given)}
     kept = {p: c for p, c in given.items() if recipes.is_guarded(p, recipe)}
-    trial = await trials.run({**taken, **kept, **folder.hidden_tree(record)}, recipe)
+    fixed = {**kept, **folder.hidden_tree(record)}
+    trial = await trials.run(kinds.merged(taken, fixed), recipe)
     passed = trial.passed()
     shares = {
         "fail_to_pass": _share(record.FAIL_TO_PASS, passed),
@@ -227,9 +230,10 @@ async def read_tree(box: Any, known: records.Files) -> records.Files:
         return {}
     digests = {hashlib.sha256(text).hexdigest(): text for text in known.values()}
     files, num_bytes, most = {}, 0, len(digests) + _MAX_FILES
-    for line in found.stdout.splitlines():
+    for line in found.stdout.split("\n"):
         digest, _, path = line.partition("  ./")
-        if not path or digest.startswith("\\"):  # a name with a line feed
+        # No name, one with a line feed, or one that the next sandbox may not take.
+        if not path or digest.startswith("\\") or _is_long(path):
             continue
         if digest not in digests:
             try:
@@ -241,6 +245,11 @@ async def read_tree(box: Any, known: records.Files) -> records.Files:
             break
         files[path] = digests[digest]
     return files
+
+
+def _is_long(path: str) -> bool:
+    names = map(len, path.encode().split(b"/"))
+    return max(names) > _MAX_NAME or len(path.encode()) > _MAX_PATH
 
 
 def _share(tests: Sequence[str], passed: set[str]) -> float:

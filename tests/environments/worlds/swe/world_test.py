@@ -127,6 +127,23 @@ class EpisodeTest(parameterized.TestCase):
             done = shell(f'mkdir -p tests; echo "{steer}" > {name}')
             self.assertEqual(self.score(done), (0.0, ""), name)
 
+    @parameterized.named_parameters(
+        (
+            "deep_folders",
+            "d=$(printf 'd%.0s' {1..200}); for i in {1..20}; do mkdir $d; cd $d; done; "
+            "cp /work/repo/counts.py $(printf 'e%.0s' {1..45})",
+        ),
+        (
+            "form_feed",
+            "s=$(sha256sum counts.py | cut -c1-64); d=$(printf 'x\\f')\"$s  .\"; "
+            'mkdir -p "$d/counts.py"; cp counts.py "$d/counts.py/y"',
+        ),
+        ("no_utf_8", "cp counts.py $(printf '\\xff%.0s' {1..200})"),
+        ("a_file_for_a_folder", "rm -rf tests; cp counts.py tests"),
+    )
+    def test_no_name_of_a_file_dodges_the_score(self, command):
+        self.assertEqual(self.score(shell(command)), (0.0, ""))
+
     def test_edited_tests_do_not_spoil_a_solution(self):
         spoil = shell("mkdir tests; echo 'import nothing' > tests/test_counts.py")
         turns = [spoil, *attempts.right(self.world.folder, self.record)]
