@@ -15,6 +15,7 @@ bubblewrap.py, container.py and plain.py start it.
 
 import functools
 import os
+import pathlib
 from collections.abc import Mapping, Sequence
 
 from absl import logging
@@ -43,6 +44,7 @@ __all__ = [
     "confine",
     "describe",
     "require",
+    "require_work",
     "start",
 ]
 
@@ -54,6 +56,7 @@ KINDS: Mapping[str, box.Kind] = {  # the first that works is taken
 }
 _CONFINES = {"bubblewrap": bubblewrap, "rlimits": plain}  # programs alone
 _DEMANDED = "GLM5_JAX_SANDBOX"
+_WORK = "/work"
 
 
 async def start(
@@ -87,6 +90,22 @@ def require(kind: str) -> None:
     if reason := _missing(kind):
         raise config.InputError(
             f"The sandbox {kind!r} does not work on this machine: {reason}"
+        )
+
+
+def require_work() -> None:
+    """Checks that the kind that `start` takes by itself has its files in /work.
+
+    Raises:
+        config.InputError: it has them elsewhere, or does not work here.
+    """
+    kind = _taken()
+    require(kind)
+    if KINDS[kind].home(pathlib.Path("/room")) != _WORK:
+        raise config.InputError(
+            f"These tasks need a sandbox with a folder {_WORK} of its own, which "
+            f"{kind!r} does not have: install bubblewrap, podman or Docker, or choose "
+            f"one of them by ${_DEMANDED}."
         )
 
 

@@ -142,6 +142,13 @@ class EpisodeTest(parameterized.TestCase):
         self.assertTrue(last.terminated)
         self.assertEqual((last.reward.total, last.reward.parts), (0.0, {"checks": 0.0}))
 
+    def test_checks_run_where_the_agent_was_without_a_sandbox_too(self):
+        with mock.patch.dict(os.environ, GLM5_JAX_SANDBOX="rlimits"):
+            for text, reward in (("7", 1.0), ("8", 0.0)):
+                write = shell(f"cd /tmp; echo {text} > $OLDPWD/answer.txt")
+                last = self.play(write, tool_calls.turn("submit"))[-1]
+                self.assertEqual(last.reward.total, reward)
+
     def test_a_turn_without_calls_ends_the_episode_too(self):
         _, last = self.play(
             shell("echo 7 > /work/answer.txt"), {"role": "assistant", "content": "done"}

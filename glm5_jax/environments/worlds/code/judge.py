@@ -71,7 +71,7 @@ async def passes(problem: Problem, code: str) -> bool:
     }
     box = await sandbox.start(sandbox.Image(files), _LIMITS)
     try:
-        done = await box.run("python3 -I run.py /work")
+        done = await box.run("python3 -I run.py .")
     finally:
         await box.close()
     return token in done.stdout.split("\n")

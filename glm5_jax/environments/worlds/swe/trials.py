@@ -48,8 +48,10 @@ async def run(
         seconds: limit of time.
 
     Raises:
-        config.InputError: the machine lacks a program that they need.
+        config.InputError: the machine lacks a program that they need, or its sandbox
+            has no folder /work.
     """
+    sandbox.require_work()
     token = secrets.token_hex(16)
     if lacking := drivers.missing(recipe):
         raise config.InputError(f"tests in {recipe.language} cannot run: {lacking}.")

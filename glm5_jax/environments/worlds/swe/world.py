@@ -194,7 +194,11 @@ async def open_box(
         folder: of the tasks.
         tasks: the agent starts with the files of the first one; copies of what solves
             or tests any of them are hidden.
+
+    Raises:
+        config.InputError: the machine's sandbox has no folder /work.
     """
+    sandbox.require_work()
     recipe = tasks[0].recipe
     files = folder.agent_tree(tasks[0])
     binds = drivers.binds(recipe)

@@ -21,7 +21,7 @@ _LIMITS = sandbox.Limits(seconds=_SECONDS, disk_bytes=64 * 2**20)
 _HELD_OUT = 5  # one task in so many
 _MAX_DRAWS = 1000  # to find a task of the split
 # Checks do not read an agent's settings of git, Python or the shell.
-_CLEAN = "cd /work; export HOME=/tmp GIT_CONFIG_NOSYSTEM=1 PYTHONNOUSERSITE=1; "
+_CLEAN = "export HOME=/tmp GIT_CONFIG_NOSYSTEM=1 PYTHONNOUSERSITE=1; "
 TOOLS = tool_calls.SHELL
 
 

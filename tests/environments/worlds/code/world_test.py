@@ -4,6 +4,7 @@ import ast
 import asyncio
 import importlib.util
 import math
+import os
 import unittest
 from unittest import mock
 
@@ -73,6 +74,11 @@ class AnswersTest(parameterized.TestCase):
     )
     def test_right_code_passes(self, code):
         self.assertTrue(passes(code))
+
+    def test_right_code_passes_without_a_sandbox(self):
+        with mock.patch.dict(os.environ, GLM5_JAX_SANDBOX="rlimits"):
+            self.assertTrue(passes("    return x + x"))
+            self.assertFalse(passes("    return x"))
 
     @unittest.skipIf(MISSING, f"no bubblewrap: {MISSING}")
     @parameterized.named_parameters(

@@ -1,15 +1,24 @@
 """Episodes: the solution is paid, nothing and cheats are not, and tools answer."""
 
 import asyncio
+import os
 import pathlib
 import tempfile
 import unittest
+from unittest import mock
 
 from absl.testing import parameterized
 
 from glm5_jax import config
 from glm5_jax.environments import proofs, protocol, tool_calls
-from glm5_jax.environments.worlds.swe import attempts, records, statements, tools, world
+from glm5_jax.environments.worlds.swe import (
+    attempts,
+    records,
+    statements,
+    tools,
+    trials,
+    world,
+)
 from tests import environment
 from tests.environments.worlds.swe import packages
 
@@ -143,6 +152,13 @@ class EpisodeTest(parameterized.TestCase):
     )
     def test_no_name_of_a_file_dodges_the_score(self, command):
         self.assertEqual(self.score(shell(command)), (0.0, ""))
+
+    def test_a_sandbox_without_its_own_folder_is_refused(self):
+        with mock.patch.dict(os.environ, GLM5_JAX_SANDBOX="rlimits"):
+            with self.assertRaisesRegex(config.InputError, "rlimits.*install bubblewr"):
+                play(self.world, self.record, [SUBMIT])
+            with self.assertRaisesRegex(config.InputError, "folder /work"):
+                asyncio.run(trials.run({}, self.record.recipe))
 
     def test_edited_tests_do_not_spoil_a_solution(self):
         spoil = shell("mkdir tests; echo 'import nothing' > tests/test_counts.py")
