@@ -117,7 +117,13 @@ class Folder:
             file.write(record.to_json() + "\n")
 
     def add_tree(self, name: str, files: Files) -> None:
-        """Stores a package's files, unless a tree of this name is there."""
+        """Stores a package's files, unless a tree of this name is there.
+
+        Raises:
+            config.InputError: a path leads out of the package's folder.
+        """
+        for path in files:
+            _check_inside(name, path)
         target = self.path / TREES / name
         if target.is_dir():
             return
@@ -157,6 +163,15 @@ class Folder:
         """Returns the files that score a task: its tests and what they read."""
         tests = self.tree(record.tests)
         return {path: tests[path] for path in record.hidden if path in tests}
+
+
+def _check_inside(name: str, path: str) -> None:
+    parts = pathlib.PurePosixPath(path).parts
+    if not parts or path.startswith("/") or ".." in parts:
+        raise config.InputError(
+            f"the package {name} has a file {path!r}, which is not below its folder; "
+            f"leave it out of the package or of the task's tree and patches."
+        )
 
 
 def _read(root: pathlib.Path) -> Iterator[tuple[str, bytes]]:

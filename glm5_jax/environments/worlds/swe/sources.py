@@ -237,7 +237,8 @@ def _unpack(archive: pathlib.Path) -> records.Files:
         total += len(content)
         if total > _MAX_BYTES:
             raise config.InputError(f"{archive.name} has more than {_MAX_BYTES} bytes.")
-        if len(content) <= records.MAX_FILE_BYTES and ".." not in path.split("/"):
+        is_inside = not path.startswith("/") and ".." not in path.split("/")
+        if is_inside and len(content) <= records.MAX_FILE_BYTES:
             files[path] = content
     tops = {path.split("/")[0] for path in files}
     if len(tops) == 1 and all("/" in path for path in files):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import pathlib
+import tarfile
 import tempfile
 import unittest
 from unittest import mock
@@ -57,6 +58,22 @@ class FetchTest(parameterized.TestCase):
             self.enterContext(mock.patch.object(sources, "_SECONDS", 0.5))
         with self.assertRaisesRegex(config.InputError, f"a==1 was not .*{reason}"):
             sources._run(["sh", "-c", script], "a==1")
+
+    def test_no_file_of_a_package_is_written_outside_its_folder(self):
+        top = pathlib.Path(self.create_tempdir().full_path)
+        outside, kept = top / "outside", top / "pypi" / "counts-1.0"
+        kept.mkdir(parents=True)
+        with tarfile.open(kept / "counts-1.0.tar.gz", "w:gz") as tar:
+            for name in ("counts.py", str(outside), "a/../../x"):
+                tar.addfile(tarfile.TarInfo(name))
+        package = sources.fetch("counts==1.0", top)
+        self.assertEqual(list(package.files), ["counts.py"])
+        folder = records.Folder(top / "tasks")
+        for path in (str(outside), "../../../outside", "", "."):
+            with self.assertRaisesRegex(config.InputError, "counts has a file .*below"):
+                folder.add_tree("counts", {"a.py": b"", path: b"x"})
+        self.assertFalse(outside.exists())
+        self.assertFalse(folder.path.exists())
 
 
 @unittest.skipIf(packages.MISSING, packages.MISSING)
