@@ -3,18 +3,20 @@
 A package is named "NAME==VERSION" (PyPI's source distribution), "debian:NAME" (the
 original archive of Debian's source package), "npm:NAME@VERSION" or by a folder;
 fetch_patched takes Debian's patches along. Archives are kept in ~/.cache/glm5_jax/swe,
-and their sha256 stands in every task.
+and their sha256 stands in every task. pip runs the build code of a source distribution
+outside of the sandbox, so it gets no variables but those that it needs.
 """
 
 import dataclasses
 import hashlib
+import os
 import pathlib
 import re
 import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from glm5_jax import config
 from glm5_jax.environments.worlds.swe import records
@@ -24,6 +26,12 @@ _ADDITIONS = ".debian"  # the archive of a folder debian/
 _MAX_BYTES = 2**25  # of a whole package
 _SECONDS = 300
 _ASIDE = re.compile(r"\s*$|W:|npm warn|\[notice\]|WARNING", re.IGNORECASE)
+# Variables that pip gets; the others may be keys, which a package's setup.py could read.
+_OF_PIP = re.compile(
+    r"PATH|HOME|USER|LOGNAME|LANG|LC_\w+|TZ|TMPDIR|VIRTUAL_ENV|XDG_\w+|PIP_\w+|"
+    r"SSL_CERT_\w+|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE|\w+_PROXY",
+    re.IGNORECASE,
+)
 _DEBIAN_LIST = """Types: deb-src
 URIs: http://deb.debian.org/debian
 Suites: {suite}
@@ -139,6 +147,7 @@ def _fetch_pypi(name: str, version: str, cache: pathlib.Path) -> pathlib.Path:
                 *("--no-binary", ":all:", "--dest", str(folder), f"{name}=={version}"),
             ],
             f"{name}=={version}",
+            environ={k: v for k, v in os.environ.items() if _OF_PIP.fullmatch(k)},
         )
         found = _archives(folder)
     return found[0]
@@ -216,10 +225,20 @@ def _archives(folder: pathlib.Path) -> list[pathlib.Path]:
     return sorted(found, key=lambda file: ".orig.tar" not in file.name)
 
 
-def _run(command: list[str], what: str, folder: pathlib.Path | None = None) -> None:
+def _run(
+    command: list[str],
+    what: str,
+    folder: pathlib.Path | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> None:
     try:
         subprocess.run(
-            command, cwd=folder, check=True, capture_output=True, timeout=_SECONDS
+            command,
+            cwd=folder,
+            env=environ,
+            check=True,
+            capture_output=True,
+            timeout=_SECONDS,
         )
     except (OSError, subprocess.SubprocessError) as error:
         is_ended = isinstance(error, subprocess.CalledProcessError)

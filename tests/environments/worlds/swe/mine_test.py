@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import pathlib
 import tarfile
 import tempfile
@@ -58,6 +59,18 @@ class FetchTest(parameterized.TestCase):
             self.enterContext(mock.patch.object(sources, "_SECONDS", 0.5))
         with self.assertRaisesRegex(config.InputError, f"a==1 was not .*{reason}"):
             sources._run(["sh", "-c", script], "a==1")
+
+    def test_pip_which_runs_code_of_a_package_gets_no_keys(self):
+        given = {"GLM5_JAX_API_KEY": "k", "HF_TOKEN": "t", "PIP_INDEX_URL": "i"}
+        with (
+            mock.patch.dict(os.environ, {**given, "https_proxy": "p"}),
+            mock.patch.object(sources.subprocess, "run", side_effect=OSError) as run,
+            self.assertRaises(config.InputError),
+        ):
+            sources.fetch("a==1", pathlib.Path(self.create_tempdir().full_path))
+        found = run.call_args.kwargs["env"]
+        self.assertContainsSubset({"PATH", "PIP_INDEX_URL", "https_proxy"}, found)
+        self.assertNoCommonElements({"GLM5_JAX_API_KEY", "HF_TOKEN"}, found)
 
     def test_no_file_of_a_package_is_written_outside_its_folder(self):
         top = pathlib.Path(self.create_tempdir().full_path)
