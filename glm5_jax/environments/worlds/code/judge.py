@@ -13,7 +13,10 @@ _SECONDS = 10.0  # of all tests
 _LIMITS = sandbox.Limits(
     seconds=_SECONDS, memory_bytes=2**30, num_processes=32, disk_bytes=2**24
 )
-_FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+_FENCED = re.compile(
+    r"^[^`\n]*`{3,}[ \t]*([^\s`]*)[^\n`]*\n(.*?)`{3,}", re.DOTALL | re.MULTILINE
+)
+_OF_PYTHON = re.compile(r"(?:py(?:thon)?[\d.]*)?", re.IGNORECASE)
 _MAX_CHARACTERS = 2**17  # of an answer
 
 
@@ -41,9 +44,13 @@ class Problem:
 
 
 def code_of(text: str) -> str:
-    """Returns the last fenced block of an answer, or all of it if there is none."""
-    found = _FENCED.findall(text)
-    return found[-1] if found else text
+    """Returns the last fenced block of an answer, or all of it if there is none.
+
+    Blocks that are named for another language than Python count if all are.
+    """
+    found = _FENCED.findall(text.replace("\r\n", "\n"))
+    codes = [code for name, code in found if _OF_PYTHON.fullmatch(name)]
+    return [text, *(code for _, code in found), *codes][-1]
 
 
 def program(problem: Problem, code: str) -> str:

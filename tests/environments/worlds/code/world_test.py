@@ -66,6 +66,18 @@ class AnswersTest(parameterized.TestCase):
         self.assertEqual(judge.code_of(text), "b\n")
         self.assertEqual(judge.code_of("    return 1"), "    return 1")
 
+    @parameterized.named_parameters(
+        ("shell_before", "Run:\n```bash\nls\n```\nSo:\n```python\na\n```\n"),
+        ("shell_after", "```python\na\n```\nRun:\n```bash\nls\n```\n"),
+        ("other_names", "```text\nx\n```\n```Python3.11 title=f.py\na\n```"),
+        ("another_alone", "```Rust\na\n```"),
+        ("ends_of_lines", "```python\r\na\r\n```\r\n"),
+        ("in_a_line", "Use ```x```.\nSo: ```py\na\n```"),
+        ("more_ticks", "````python\na\n````"),
+    )
+    def test_a_block_is_found_among_blocks_of_other_kinds(self, text):
+        self.assertEqual(judge.code_of(text), "a\n")
+
     @unittest.skipIf(MISSING, f"no bubblewrap: {MISSING}")
     @parameterized.named_parameters(
         ("body", "    return x + x"),
