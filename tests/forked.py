@@ -26,6 +26,7 @@ PROCESSES.set_forkserver_preload(
         "glm5_jax.weights.conversion",
         "s3fs",
         "tests.processes.worker",
+        "tests.forked_garbage",  # the last one
     ]
 )
 
