@@ -5,6 +5,8 @@ import shutil
 import time
 from unittest import mock
 
+from absl.testing import parameterized
+
 from glm5_jax.checkpoint import rollback
 from glm5_jax.storage import kept
 from glm5_jax.training.reporting import metrics
@@ -26,18 +28,16 @@ def live(config, address, compiled, environ, last):
         kill_test.live(config, workdir, compiled, last)
 
 
-class LivesTest:
-    """What holds of both stores."""
+class BucketTest(kill_test.LivesTest):
+    """What holds of every store: one program and one run beside are for all of them."""
 
     num_steps = 8
-    scheme = ""
 
-    @classmethod
-    def setUpClass(cls):
-        super().setUpClass()
-        environ = emulators.serving(cls.scheme, cls.root / "home")
-        cls.environ = cls.enterClassContext(environ)
-        cls.address = f"{cls.scheme}://bucket/run"
+    def begin(self, scheme):
+        """Starts the store, and a machine that keeps its copies in a folder."""
+        self.scheme, self.home = scheme, self.root / scheme
+        self.environ = self.enterContext(emulators.serving(scheme, self.home))
+        self.address = f"{scheme}://bucket/run"
 
     def start(self, workdir, last=None):
         if not isinstance(workdir, str):
@@ -59,7 +59,7 @@ class LivesTest:
         return [r["step"] for r in metrics.read(workdir / "metrics.jsonl")]
 
     def lose_the_machine(self):
-        shutil.rmtree(self.root / "home")
+        shutil.rmtree(self.home)
 
     def flip_a_bit(self, step):
         names = emulators.objects(self.scheme, f"run/checkpoints/{step}")
@@ -70,8 +70,11 @@ class LivesTest:
         body[len(body) // 2] ^= 1
         system.pipe_file(path, bytes(body))
 
-    def test_a_machine_dies_a_bit_flips_and_the_run_is_rolled_back(self):
-        self.finish(self.root / "local")
+    @parameterized.parameters("gs", "s3")
+    def test_a_machine_dies_a_bit_flips_and_the_run_is_rolled_back(self, scheme):
+        self.begin(scheme)
+        if not (self.root / "local").exists():
+            self.finish(self.root / "local")
         child = self.start(self.address, HELD)
         deadline = time.monotonic() + kill_test.SECONDS
         while len(self.sealed()) < 2:
@@ -101,14 +104,6 @@ class LivesTest:
         with kept.in_step(self.address) as workdir:
             self.assert_same_end(self.root / "local", workdir)
             self.assertEqual(self.steps_of(workdir), steps)
-
-
-class CloudStorageTest(LivesTest, kill_test.LivesTest):
-    scheme = "gs"
-
-
-class S3Test(LivesTest, kill_test.LivesTest):
-    scheme = "s3"
 
 
 if __name__ == "__main__":
