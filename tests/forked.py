@@ -26,7 +26,7 @@ PROCESSES.set_forkserver_preload(
         "glm5_jax.weights.conversion",
         "s3fs",
         "tests.processes.worker",
-        "tests.forked_garbage",  # the last one
+        "tests.fork_server",  # the last one
     ]
 )
 
