@@ -58,7 +58,8 @@ class Guard:
                 if not is_open:
                     self._admit(scope)
                     self._enter(place)  # before its body comes, as others' do meanwhile
-                body = await self._body(scope, receive)
+                # Nobody shows a key there, so nobody's body is kept.
+                body = b"" if is_open else await self._body(scope, receive)
             except errors.ApiError as error:
                 await _answer(error, scope["path"], send)
                 return

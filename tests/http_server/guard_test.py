@@ -63,5 +63,33 @@ class ConcurrencyTest(absltest.TestCase):
         self.assertEqual(whole.num_refused, CLIENTS - LIMIT)
 
 
+class OpenPathTest(absltest.TestCase):
+    def test_health_is_answered_without_its_body(self):
+        """It needs no key, so that nobody may fill the memory by it."""
+        statuses, bodies = [], []
+
+        async def app(scope, receive, send):
+            bodies.append(await receive())
+            start = {"type": "http.response.start", "status": 200, "headers": []}
+            await send(start)
+            await send({"type": "http.response.body", "body": b"{}"})
+
+        async def receive():
+            await asyncio.sleep(0)
+            return {"type": "http.request", "body": b"x" * 2**10, "more_body": True}
+
+        async def send(message):
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+
+        limits = guard.Limits(api_key="secret", max_body_bytes=2**15)
+        whole = guard.Guard(app, limits)
+        asked = {**SCOPE, "method": "GET", "path": "/health"}
+        asyncio.run(whole(asked, receive, send))
+        self.assertEqual(statuses, [200])
+        self.assertEqual(bodies, [{"type": "http.request", "body": b""}])
+        self.assertEqual(whole.num_active, 0)
+
+
 if __name__ == "__main__":
     environment.main()
