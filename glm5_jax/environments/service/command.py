@@ -10,7 +10,7 @@ from absl import logging
 
 from glm5_jax import config, environments
 from glm5_jax.config import checks
-from glm5_jax.environments import context, mixture, protocol, threads
+from glm5_jax.environments import context, protocol, threads, wrapped
 from glm5_jax.environments.service import app, live
 from glm5_jax.http_server import guard, listening
 
@@ -81,16 +81,21 @@ def made(name: str) -> protocol.Taskset:
             f"{name!r} has tasks that are played by programs of their own, which ask "
             f"for the model's turns by themselves; it cannot be served."
         )
-    is_editor = isinstance(taskset.environment(), protocol.Editor)
-    if context.PREFIX in name or (
-        is_editor and not isinstance(taskset, mixture.Mixture)
-    ):
+    if any(_is_editor(part.environment()) for part in protocol.parts(taskset)):
         raise config.InputError(
             f"{name!r} decides what the model sees of an episode, which a service "
             f"cannot; serve what it wraps, and let clients take "
             f"{context.PREFIX}KEPT:http://HOST:PORT."
         )
     return taskset
+
+
+def _is_editor(environment: object) -> bool:
+    """Returns whether an environment, or one in it, decides what the model sees."""
+    if isinstance(environment, protocol.Editor):
+        return True
+    is_around = isinstance(environment, wrapped.WrappedEpisode)
+    return is_around and _is_editor(environment.inner)
 
 
 class Service:

@@ -4,6 +4,8 @@ import concurrent.futures
 import dataclasses
 import json
 import socket
+import sys
+import types
 from unittest import mock
 
 from absl.testing import absltest, parameterized
@@ -247,12 +249,29 @@ class LimitsTest(Case):
     @parameterized.parameters(
         ("context:5:gcd", "what the model sees"),
         ("gcd+context:5:reverse", "what the model sees"),
+        ("python:context:5:gcd", "what the model sees"),
+        (f"gcd+{__name__}:Edited", "what the model sees"),
         ("tests.environments.mixture_test:Agents", "programs of their own"),
         ("gcd+tests.environments.mixture_test:Agents", "programs of their own"),
     )
     def test_some_are_not_served(self, name, message):
         with self.assertRaisesRegex(config.InputError, message):
             command.made(name)
+
+    def test_a_module_may_be_called_as_a_wrapper_is(self):
+        module = types.ModuleType("my_context")
+        module.Tasks = played.Talk
+        with mock.patch.dict(sys.modules, my_context=module):
+            self.assertIsInstance(command.made("my_context:Tasks"), played.Talk)
+
+
+class Edited(played.Talk):
+    """The model sees the last message alone."""
+
+    def environment(self):
+        made = super().environment()
+        made.shown = lambda history: history[-1:]
+        return made
 
 
 class LeavingTest(Case):
