@@ -64,9 +64,10 @@ class Harness(model.LM):
         tasks = []
         for context, settings in (request.args for request in requests):
             new = settings.get("max_gen_toks") or _MAX_NEW_TOKENS
-            new = min(new, self._limit - 1)
+            least = min(new, max(self._limit // 4, 1))  # a longer answer cuts no prompt
             ids = self._tokenizer.encode(context) or [self._tokenizer.eos_id]
-            tasks.append(record.Task(ids[new - self._limit :], (), new))
+            ids = ids[least - self._limit :]
+            tasks.append(record.Task(ids, (), min(new, self._limit - len(ids))))
         numbered = [*enumerate(tasks)]
         answers = dict(answering.generated(self._subject, numbered, lambda *_: 0.0))
         texts = []

@@ -8,6 +8,7 @@ import collections
 import dataclasses
 import functools
 import pathlib
+import re
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -19,6 +20,8 @@ from glm5_jax.data.sources import documents
 from glm5_jax.evals import record
 
 Batch = dict[str, np.ndarray]
+_PLACE = re.compile(r"#.*|:\d+$")  # of a document in its file
+_COMPRESSED = (".gz", ".zst")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +114,8 @@ def _texts(corpus: record.Corpus) -> dict[str, list[str]]:
 
 def domain(name: str) -> str:
     """Returns a document's domain, e.g. "topics" of topics/if, "py" of ast.py."""
-    path = pathlib.PurePosixPath(name.partition("#")[0])
+    path = pathlib.PurePosixPath(_PLACE.sub("", name))
     if len(path.parts) > 1:
         return path.parts[0]
+    path = path.with_suffix("") if path.suffix in _COMPRESSED else path
     return path.suffix.removeprefix(".") or "text"

@@ -88,7 +88,17 @@ def write(folder: pathlib.Path, digest: str, results: Sequence[Result]) -> None:
         entries[tuple(entry[name] for name in names)] = entry
     lines = [json.dumps(entry) + "\n" for entry in entries.values()]
     files.write_text(path, "".join(lines))
-    files.write_text(folder / "table.md", table(results))
+    own = [x for x in entries.values() if x["checkpoint"] == digest[:16]]
+    files.write_text(folder / "table.md", table([*map(_result, own)]))
+
+
+def _result(entry: dict[str, Any]) -> Result:
+    known = lambda v: math.nan if v is None else v
+    figures = {
+        name: intervals.Interval(**{k: known(v) for k, v in interval.items()})
+        for name, interval in entry["figures"].items()
+    }
+    return Result(entry["suite"], entry["length"], entry["seed"], figures)
 
 
 def _known(value: float | int) -> float | int | None:

@@ -226,7 +226,7 @@ def dimension_numbers_of(
 ) -> dimension_numbers.DimensionNumbers:
     """Returns which matrices a parameter with these dim names holds for Muon."""
     cuts = {}
-    if config.muon_split_rope:
+    if config.muon_split_rope and "Q" in names:  # not those of a gated delta net
         cuts["H"] = model.qk_nope_head_dim
     if config.muon_split_kv_a:
         cuts["C+R"] = model.kv_lora_rank

@@ -42,6 +42,15 @@ class FolderTest(parameterized.TestCase):
         with self.assertRaisesRegex(config.InputError, "b.txt.gz cannot be read"):
             documents_lib.read_documents(folder)
 
+    def test_linked_folders_are_read_and_loops_end(self):
+        elsewhere = pathlib.Path(self.make_folder({"b.txt": "b"}))
+        folder = pathlib.Path(self.make_folder({"a.txt": "a"}))
+        (folder / "part").symlink_to(elsewhere)
+        (elsewhere / "back").symlink_to(folder)
+        (folder / "self").symlink_to(folder)
+        found = [d.name for d in documents_lib.read_documents(str(folder))]
+        self.assertEqual(sorted(found), ["a.txt", "part/b.txt"])
+
     @parameterized.parameters(1, 10, 50)
     def test_of_a_lone_document_the_end_is_held_out(self, percent):
         text = "".join(f"line {i}\n" for i in range(1000))

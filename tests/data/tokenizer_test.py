@@ -86,6 +86,15 @@ class TokenizerTest(parameterized.TestCase):
         ):
             self.assertEqual(tokenizer.special_ids, {"<|endoftext|>": eos_id})
 
+    def test_the_spelling_of_a_special_token_is_text(self):
+        texts = ["Say hi/nothink", "What is 4 times 5\n/nothink"] * 50
+        names = tokenizer_lib.SPECIAL_TOKENS
+        tokenizer = tokenizer_lib.train_bpe(texts, 400, names)
+        for text in (*texts[:2], "/nothink", "and/or"):
+            ids = tokenizer.encode(text)
+            self.assertGreaterEqual(min(ids), len(names), text)
+            self.assertEqual(tokenizer.decode(ids), text)
+
     def test_bpe_merges_within_words_only(self):
         tokenizer = tokenizer_lib.train_bpe(CORPUS, 320)
         self.assertLessEqual(tokenizer.vocab_size, 320)

@@ -1,14 +1,17 @@
 """lm-eval's view of a model, on a local task that needs no download."""
 
+import dataclasses
 import importlib.util
 import json
 import math
 import unittest
+from unittest import mock
 
 import numpy as np
 from absl.testing import absltest
 
-from glm5_jax.evals import likelihood
+from glm5_jax import config
+from glm5_jax.evals import likelihood, record
 from tests import environment, runs
 from tests.evals import subjects
 
@@ -47,6 +50,13 @@ class LikelihoodTest(absltest.TestCase):
             [x.is_greedy for x in found], [False, True]
         )  # of ties the first
 
+    def test_a_model_that_has_diverged_is_not_measured(self):
+        flat = flat_subject()
+        params = {**flat.params, "lm_head": flat.params["lm_head"] * math.nan}
+        broken = dataclasses.replace(flat, params=params)
+        with self.assertRaisesRegex(config.InputError, "log-probs are not finite"):
+            likelihood.of_pairs(broken, [([1, 2, 3], [4, 5])])
+
 
 @unittest.skipUnless(HAS_HARNESS, "lm_eval is not installed: pip install .[lm_eval]")
 class HarnessTest(runs.FolderTest):
@@ -77,6 +87,25 @@ class HarnessTest(runs.FolderTest):
             self.requests(("a", settings), ("b" * 300, {"max_gen_toks": 4}))
         )
         self.assertEqual(texts, ["", subjects.BYTES.decode([0] * 4)])
+
+    def test_a_long_answer_does_not_cut_a_short_prompt(self):
+        from glm5_jax.evals import answering, harness
+
+        model, given = harness.Harness(flat_subject()), []
+
+        def generated(subject, tasks, score):
+            del subject, score
+            given.extend(tasks)
+            return ((i, record.Answer({}, "")) for i, _ in tasks)
+
+        with mock.patch.object(answering, "generated", generated):
+            model.generate_until(
+                self.requests(("a" * 31, {}), ("b" * 400, {"max_gen_toks": 1024}))
+            )
+        limit = flat_subject().config.max_position_embeddings
+        sizes = [(len(task.prompt), task.max_new_tokens) for _, task in given]
+        self.assertEqual(sizes[0], (31, min(256, limit - 31)))
+        self.assertEqual(sizes[1], (limit - limit // 4, limit // 4))
 
     def test_a_local_task_runs(self):
         import lm_eval

@@ -101,6 +101,11 @@ class DomainTest(absltest.TestCase):
         found = [held_out.domain(name) for name in names]
         self.assertEqual(found, ["topics", "json", "py", "txt", "text"])
 
+    def test_all_records_of_a_file_are_of_its_kind(self):
+        names = ("a.jsonl:12", "a.jsonl.gz:3", "a.txt.zst", "part.parquet:7", "web/x:3")
+        found = [held_out.domain(name) for name in names]
+        self.assertEqual(found, ["jsonl", "jsonl", "txt", "parquet", "web"])
+
 
 if __name__ == "__main__":
     environment.main()

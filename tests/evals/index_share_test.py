@@ -71,6 +71,11 @@ class SearchTest(runs.FolderTest):
         )
         self.assertEqual(json.loads(path.read_text()), tree)
 
+    def test_more_indexers_than_an_earlier_search_kept(self):
+        stored = self.path.read_text()
+        self.assertEqual(self.search(3, self.path), self.rounds[:2])
+        self.assertEqual(self.path.read_text(), stored)
+
     def test_what_cannot_be_searched_is_refused(self):
         dense = tiny.model(num_hidden_layers=4, attention="dense", vocab_size=40)
         short = scoring.rows_of_tokens(np.ones((1, 3), int), CONFIG)

@@ -43,6 +43,17 @@ class RunTest(runs.FolderTest):
         table = (self.out / "table.md").read_text()
         self.assertIn("| needle | 96 | accuracy | 0 | 0 to ", table)
 
+    def test_a_table_keeps_the_suites_of_earlier_commands(self):
+        folder = self.root / "tables"
+        folder.mkdir()
+        later = dataclasses.replace(self.result, suite="recall")
+        for digest, result in (("a", self.result), ("b", self.result), ("a", later)):
+            report.write(folder, digest, [result])
+        rows = (folder / "table.md").read_text().splitlines()[2:]
+        self.assertEqual(
+            [row.split(" | ")[0] for row in rows], ["| needle", "| recall"]
+        )
+
     def test_a_rerun_asks_only_what_is_missing(self):
         asked = []
         lines = self.stored.splitlines(keepends=True)

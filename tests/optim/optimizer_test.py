@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -134,6 +135,15 @@ class LabelTest(parameterized.TestCase):
         config = config_lib.OptimConfig(name="adamw")
         labels = optimizer.label_parameters(config, DIMS)
         self.assertNotIn("muon", jax.tree.leaves(labels))
+
+    def test_no_rope_is_split_off_where_there_is_none(self):
+        """A gated delta net's queries have heads, and no RoPE."""
+        config = config_lib.OptimConfig(muon_split_rope=True)
+        find = functools.partial(
+            optimizer.dimension_numbers_of, config=config, model=MODEL
+        )
+        self.assertTrue(find(("L", "Q", "N", "H")).cut)
+        self.assertFalse(find(("L", "D", "N", "H")).cut)
 
     @parameterized.parameters(True, False)
     def test_a_full_tree_keeps_its_shapes(self, split):

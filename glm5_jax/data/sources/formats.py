@@ -51,14 +51,28 @@ class Span:
 
 
 def files(root: pathlib.Path, skipped: Collection[str] = ()) -> Iterator[pathlib.Path]:
-    """Yields the files below `root`, without hidden ones and skipped folders."""
-    for folder, subfolders, names in os.walk(root):
+    """Yields the files below `root`, without hidden ones and skipped folders.
+
+    Links to folders are followed, but for those that lead back to a folder above them.
+    """
+    for folder, subfolders, names in os.walk(root, followlinks=True):
+        above = {os.path.realpath(folder)} | _folders_above(folder, root)
         subfolders[:] = [
-            name for name in subfolders if name[0] != "." and name not in skipped
+            name
+            for name in subfolders
+            if name[0] != "."
+            and name not in skipped
+            and os.path.realpath(os.path.join(folder, name)) not in above
         ]
         for name in names:
             if not name.startswith("."):
                 yield pathlib.Path(folder, name)
+
+
+def _folders_above(folder: str, root: pathlib.Path) -> set[str]:
+    """Returns where the folders from `root` to one in it lie."""
+    parents = pathlib.Path(folder).relative_to(root).parents
+    return {os.path.realpath(root / parent) for parent in parents}
 
 
 def document_files(root: pathlib.Path) -> list[pathlib.Path]:

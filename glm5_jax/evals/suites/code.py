@@ -7,6 +7,7 @@ next definition would begin, as in arXiv 2107.03374. It is greedy: one sample, p
 import asyncio
 import re
 from collections.abc import Iterator
+from concurrent import futures
 
 from glm5_jax.environments.worlds.code import human_eval, judge
 from glm5_jax.evals import answering, record
@@ -40,7 +41,10 @@ def _tasks(setting: record.Setting, subject: record.Subject) -> list[record.Task
 def _score(task: record.Task, text: str) -> float:
     by_id = {problem.id: problem for problem in human_eval.problems()}
     problem = by_id[task.answers[0]]
-    return float(asyncio.run(judge.passes(problem, body(text))))
+    # A notebook's cell has an event loop already, in its thread.
+    with futures.ThreadPoolExecutor(1) as pool:
+        done = pool.submit(asyncio.run, judge.passes(problem, body(text)))
+    return float(done.result())
 
 
 def _answer(

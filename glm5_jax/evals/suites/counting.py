@@ -79,6 +79,7 @@ def common(
 
     listed = wanted * often
     size = sum(len(piece(i, word)) for i, word in enumerate(listed))
+    haystack.require_room(size - room)
     while size <= room:
         listed += [next(names)] * seldom
         last = range(len(listed) - seldom, len(listed))

@@ -88,8 +88,9 @@ class Corpus:
     ) -> dict[str, float]:
         """Returns held-out bits per byte: -log2 of a text's probability over its bytes.
 
-        A mixture also has the figure of each source; every source gives the same number
-        of batches to the total. With eval_success, success on held-out tasks is added.
+        A mixture also has the figure of each source; every source gives up to
+        eval_batches batches to the total, in which all tokens count alike. With
+        eval_success, success on held-out tasks is added.
         """
         names, totals = self._pipeline.held_out_names, {}
         for name in names:

@@ -1,13 +1,16 @@
 """The suite of HumanEval: its published prompts, and answers that its tests judge."""
 
+import asyncio
 import importlib.util
+import types
 import unittest
+from unittest import mock
 
 from absl.testing import parameterized
 
 from glm5_jax import config
 from glm5_jax.environments.sandbox import bubblewrap
-from glm5_jax.environments.worlds.code import human_eval
+from glm5_jax.environments.worlds.code import human_eval, judge
 from glm5_jax.evals import record, runner
 from glm5_jax.evals.suites import code
 from tests import environment
@@ -22,6 +25,23 @@ class CodeTest(parameterized.TestCase):
         text = "    return x\n\n\ndef other():\n    pass"
         self.assertEqual(code.body(text), "    return x\n\n")
         self.assertEqual(code.body("    return x\n"), "    return x\n")
+
+    def test_a_notebook_has_an_event_loop_already(self):
+        problem = types.SimpleNamespace(id="one")
+
+        async def passes(problem, text):
+            await asyncio.sleep(0)
+            return text == "right"
+
+        async def cell():
+            task = record.Task([], ("one",), 8)
+            return [code._score(task, text) for text in ("right", "wrong")]
+
+        with (
+            mock.patch.object(human_eval, "problems", return_value=[problem]),
+            mock.patch.object(judge, "passes", passes),
+        ):
+            self.assertEqual(asyncio.run(cell()), [1.0, 0.0])
 
     @unittest.skipUnless(HAS_DATA, "the extra human_eval is not installed")
     @unittest.skipIf(MISSING, f"no bubblewrap: {MISSING}")

@@ -138,6 +138,11 @@ class TasksTest(parameterized.TestCase):
 
 
 class RulerTest(parameterized.TestCase):
+    @parameterized.parameters(940, 980, 1024)
+    def test_common_words_that_do_not_fit_are_refused(self, length):
+        with self.assertRaisesRegex(config_lib.InputError, "more than"):
+            make("ruler_cwe", length, count=1)
+
     """RULER's own texts of one seed, as lm-eval 0.4.13 generates them (Apache-2.0).
 
     tests/golden/ruler.json has the output of generate_input_output of its prepare_niah,
