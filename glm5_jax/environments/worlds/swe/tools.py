@@ -51,7 +51,10 @@ async def run(box: Any, name: str, arguments: Mapping[str, Any]) -> str:
         CallError: it cannot be carried out.
     """
     if name == "shell":
-        return _cut((await box.run(arguments["command"], seconds=_SECONDS)).text())
+        done = await box.run(arguments["command"], seconds=_SECONDS)
+        if done.exit_code is None:  # the next shell is a new one
+            await box.run(f"cd {HOME}")
+        return _cut(done.text())
     path = posixpath.join(HOME, arguments["path"])
     try:
         if name == "view":

@@ -190,6 +190,13 @@ class EpisodeTest(parameterized.TestCase):
         self.assertIn("it must be once", told[4])
         self.assertEqual(told[6], "1\ta 'b'\n2\t")
 
+    def test_a_new_shell_begins_in_the_package_too(self):
+        ends = [shell("cd /; exit 1"), shell("pwd"), shell("cd /; sleep 9")]
+        with mock.patch.object(tools, "_SECONDS", 0.5):
+            results = play(self.world, self.record, [*ends, shell("pwd")])
+        told = [result.messages[0]["content"] for result in results]
+        self.assertEqual([told[1], told[3]], [tools.HOME, tools.HOME])
+
     @parameterized.named_parameters(
         ("unknown", "fly", {}, "there is no tool 'fly'"),
         ("missing", "shell", {}, "shell needs command"),
