@@ -34,7 +34,7 @@ class Image:
     hidden: tuple[pathlib.Path, ...] = ()
 
     def write(self, folder: pathlib.Path) -> None:
-        """Writes the files below a folder, which everyone may read.
+        """Writes the files below a folder, which everyone may read, whatever the umask.
 
         Raises:
             ValueError: a path leads out of it.
@@ -43,6 +43,13 @@ class Image:
             path = folder / name
             if not path.resolve().is_relative_to(folder.resolve()):
                 raise ValueError(f"the path {name!r} leads out of the box")
-            path.parent.mkdir(parents=True, exist_ok=True)
+            _make_parents(folder, name)
             path.write_bytes(content)
             path.chmod(0o755 if content.startswith(b"#!") else 0o644)
+
+
+def _make_parents(folder: pathlib.Path, name: str) -> None:
+    for parent in reversed(pathlib.PurePath(name).parents[:-1]):
+        if not (path := folder / parent).is_dir():
+            path.mkdir()
+            path.chmod(0o755)

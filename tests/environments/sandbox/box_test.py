@@ -195,6 +195,12 @@ class ShellTest(absltest.TestCase):
 
         self.assertEqual(with_box(use, kind=self.kind), (content, b""))
 
+    def test_a_narrow_umask_does_not_close_the_files_of_an_image(self):
+        image = sandbox.Image({"a/b/c.txt": b"1\n", "a/d.txt": b"2\n"})
+        self.addCleanup(os.umask, os.umask(0o077))
+        (said,) = outputs("cat a/b/c.txt a/d.txt", kind=self.kind, image=image)
+        self.assertEqual(said.stdout, "1\n2\n")
+
     def test_files_are_read_up_to_seven_tenths_of_the_output(self):
         most = SMALL.output_bytes * 7 // 10
 

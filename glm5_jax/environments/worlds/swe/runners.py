@@ -60,7 +60,6 @@ def folder(name: str) -> pathlib.Path:
     """
     target = pathlib.Path(tempfile.mkdtemp(prefix=f"glm5_jax_{name}_"))
     atexit.register(shutil.rmtree, target, ignore_errors=True)
-    target.chmod(0o755)  # a box runs as another user
     if name == _PYTEST:
         _copy_pytest(target)
     else:
@@ -71,6 +70,9 @@ def folder(name: str) -> pathlib.Path:
             f"the tests of this task run with {name}, which could not be installed: "
             f"{remedy}."
         )
+    for path in (target, *target.rglob("*")):  # a box runs as another user
+        if not path.is_symlink():
+            path.chmod(path.stat().st_mode | (0o555 if path.is_dir() else 0o444))
     return target
 
 

@@ -5,6 +5,7 @@ Tests with unittest, which packages.py has, run in other files.
 
 import asyncio
 import dataclasses
+import os
 import pathlib
 from unittest import mock
 
@@ -19,6 +20,7 @@ from glm5_jax.environments.worlds.swe import (
     mine,
     recipes,
     records,
+    runners,
     sources,
     statements,
     trials,
@@ -106,6 +108,13 @@ class RecipesTest(parameterized.TestCase):
         (found,) = recipes.candidates(files)
         self.assertEqual(found.sources.count("unity/unity.c"), 1)
         self.assertNotIn("unity/unity.c", recipes.sources(files, found))
+
+    def test_everyone_may_read_a_runner_whatever_the_umask(self):
+        self.addCleanup(os.umask, os.umask(0o077))
+        folder = runners.folder.__wrapped__("pytest")
+        for path in (folder, *folder.rglob("*")):
+            mode = path.stat().st_mode
+            self.assertEqual(mode & 0o004, 4, path)
 
     def test_helpers_of_tests_are_no_tests(self):
         files = {**files_of("ruby"), "test/test_helper.rb": b"", "spec/a_test.rb": b""}
