@@ -271,18 +271,19 @@ class Box:
     def _start_shell(self) -> pipes_lib.Pipes:
         """Has the holder start an inner shell, whose pipes it returns."""
         assert self._socket is not None
-        if self._pipes is not None:
-            self._pipes.close()
-        self._pipes = pipes_lib.Pipes(
-            self._folder, self._kind.owner(), self._limits.output_bytes, self._listen
-        )
+        old, self._pipes = self._pipes, None
+        if old is not None:
+            old.close()
+        owner, limit = self._kind.owner(), self._limits.output_bytes
         try:
+            made = pipes_lib.Pipes(self._folder, owner, limit, self._listen)
+            self._pipes = made
             self._socket.send(b"start\n")
         except OSError as error:
-            raise BrokenError("the box has ended") from error
+            raise BrokenError(f"the box has ended or gets no shell: {error}") from error
         self._is_alive = True
         self._watch_later()
-        return self._pipes
+        return made
 
     async def _kill_shell(self) -> None:
         """Ends the inner shell and all that it started."""

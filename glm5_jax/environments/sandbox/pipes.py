@@ -77,15 +77,18 @@ class Pipes:
             owner: number of the user that the shell runs as.
             limit: bytes that are kept of each of the shell's two streams.
             hear: is called with the parts of what the shell answers.
+
+        Raises:
+            OSError: the machine has no descriptor or no space left; no pipe remains.
         """
         self._folder, self._pipes = folder, dict[str, int]()
         self._unsent = bytearray()
-        for name in _NAMES:
-            os.mkfifo(folder / name, 0o600)
-            if owner != os.geteuid():
-                os.chown(folder / name, owner, -1)
-            # For both directions: then opening waits for nobody, and nothing ends here.
-            self._pipes[name] = os.open(folder / name, os.O_RDWR | os.O_NONBLOCK)
+        try:
+            for name in _NAMES:
+                self._pipes[name] = _open(folder / name, owner)
+        except OSError:
+            self.close()
+            raise
         self.out = Stream(self._pipes[_OUT], limit)
         self.err = Stream(self._pipes[_ERR], limit)
         answers = self._pipes[_ANSWERS]
@@ -100,11 +103,13 @@ class Pipes:
     def close(self) -> None:
         """Drops the pipes with what is in them."""
         loop = asyncio.get_running_loop()
-        for name, pipe in self._pipes.items():
+        for pipe in self._pipes.values():
             loop.remove_reader(pipe)
             loop.remove_writer(pipe)
             os.close(pipe)
-            (self._folder / name).unlink()
+        self._pipes.clear()
+        for name in _NAMES:
+            (self._folder / name).unlink(missing_ok=True)
 
     def _send(self) -> None:
         loop, pipe = asyncio.get_running_loop(), self._pipes[_TOLD]
@@ -115,6 +120,14 @@ class Pipes:
             loop.add_writer(pipe, self._send)
         else:
             loop.remove_writer(pipe)
+
+
+def _open(path: pathlib.Path, owner: int) -> int:
+    os.mkfifo(path, 0o600)
+    if owner != os.geteuid():
+        os.chown(path, owner, -1)
+    # For both directions: then opening waits for nobody, and nothing ends here.
+    return os.open(path, os.O_RDWR | os.O_NONBLOCK)
 
 
 def _read(pipe: int) -> bytes:

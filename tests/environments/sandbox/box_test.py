@@ -195,6 +195,37 @@ class ShellTest(absltest.TestCase):
 
         self.assertEqual(with_box(use, kind=self.kind), (content, b""))
 
+    def test_a_shell_that_gets_no_pipes_closes_no_files_of_others(self):
+        """The third one fails, and then all goes on."""
+        real, told = os.mkfifo, []
+
+        def full(path, mode):
+            told.append(path)
+            if len(told) == 3:
+                raise OSError(24, "Too many open files")
+            real(path, mode)
+
+        async def use(box):
+            await box.run("true")
+            await box.restart()
+            with (
+                mock.patch.object(os, "mkfifo", full),
+                self.assertRaisesRegex(sandbox.BrokenError, "no shell: .*Too many"),
+            ):
+                await box.run("true")
+            opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(4)]
+            said = await box.run("echo again")
+            await box.restart()
+            with mock.patch.object(os, "mkfifo", side_effect=OSError):
+                with self.assertRaises(sandbox.BrokenError):
+                    await box.run("true")
+            return said.stdout, opened
+
+        said, opened = with_box(use, kind=self.kind)
+        self.assertEqual(said, "again\n")
+        for descriptor in opened:
+            os.close(descriptor)  # none has been closed
+
     def test_a_narrow_umask_does_not_close_the_files_of_an_image(self):
         image = sandbox.Image({"a/b/c.txt": b"1\n", "a/d.txt": b"2\n"})
         self.addCleanup(os.umask, os.umask(0o077))
