@@ -158,7 +158,7 @@ class Engine:
             binds[str(path)] = folder / ("nothing" if path.is_dir() else "empty")
         script = _FIRST.format(
             at=_AT,
-            blocks=-(-limits.disk_bytes // 1024),
+            blocks=-(-limits.disk_bytes // 512),  # as `ulimit` of POSIX counts
             copy=_COPY,
             files=_MOST_OPEN,
             fill=fill,

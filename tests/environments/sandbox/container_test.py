@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pathlib
+import re
 import subprocess
 import tarfile
 import tempfile
@@ -13,6 +14,7 @@ from unittest import mock
 import pytest
 from absl.testing import absltest
 
+from glm5_jax.environments import sandbox
 from glm5_jax.environments.sandbox import container, container_files
 from tests import environment
 from tests.environments.sandbox import box_test
@@ -51,6 +53,19 @@ class EngineTest(absltest.TestCase):
         engine = container.Engine("fake", (("--other",),))
         self.assertEqual(engine.missing(), "")
         self.assertEqual(engine._found[0], ["fake", "--other"])
+
+    def test_a_file_may_have_the_whole_bound(self):
+        """The shell counts blocks as POSIX has them."""
+        engine = container.Engine("fake", (("--other",),))
+        top = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+        limits = sandbox.Limits(disk_bytes=4096)
+        words = engine.holder(top / "room", top, sandbox.Image(), ["true"], limits)
+        (script,) = [word for word in words if "ulimit -f" in word]
+        bound = re.search(r"ulimit -f \d+", script)[0]
+        for size, kept in ((4096, 4096), (5000, 4096)):
+            made = f"set -o posix; {bound}; head -c {size} /dev/zero > {top}/x"
+            subprocess.run(["bash", "-c", made], check=False)
+            self.assertEqual((top / "x").stat().st_size, kept)
 
     def test_a_container_that_does_not_start_is_tried_again(self):
         path = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()), "tried")
