@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import uvicorn
 from starlette import types as asgi
 
+from glm5_jax import api_key as keys
 from glm5_jax import config
 from glm5_jax.http_server import connection, guard
 
@@ -110,10 +111,13 @@ def require_key(host: str, api_key: str | None) -> None:
     """Checks that a server is not open to everybody.
 
     Raises:
-      InputError: other machines may ask without a key, or the key is empty.
+      InputError: other machines may ask without a key, or the key is empty, or one
+        that no header holds.
     """
     if api_key is not None and not api_key.strip():
         raise config.InputError("--api_key is empty; give a key, or leave it out.")
+    if api_key is not None:
+        keys.checked(api_key, "--api_key")
     if api_key is None and host not in guard.LOOPBACK:
         raise config.InputError(
             f"--host={host} lets other machines ask, so --api_key must be set; or "

@@ -9,7 +9,6 @@ import asyncio
 import collections
 import http.client
 import json
-import os
 import time
 import urllib.parse
 from collections.abc import Mapping, Sequence
@@ -65,8 +64,8 @@ class Remote:
             name: its address.
 
         Raises:
-            config.InputError: it is no address, nobody answers there, the key is wrong,
-                or the extra serve is missing.
+            config.InputError: it is no address, nobody answers there, the key is wrong
+                or no header holds it, or the extra serve is missing.
         """
         self.name = name
         extra.require(f"rl.environment={name!r}")
@@ -349,7 +348,7 @@ def _checked(name: str) -> str:
 
 
 def _key() -> dict[str, str]:
-    return api_key.header(os.environ.get(KEY_VARIABLE))
+    return api_key.header(api_key.given(KEY_VARIABLE))
 
 
 def _unreached(url: str, error: Exception) -> ServiceError:

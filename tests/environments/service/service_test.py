@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import json
+import os
 import socket
 import sys
 import types
@@ -10,9 +11,9 @@ from unittest import mock
 
 from absl.testing import absltest, parameterized
 
-from glm5_jax import config, environments
+from glm5_jax import api_key, config, environments
 from glm5_jax.environments import sandbox
-from glm5_jax.environments.service import command, live
+from glm5_jax.environments.service import command, live, remote
 from tests import environment
 from tests.environments.service import played
 
@@ -150,6 +151,25 @@ class LimitsTest(Case):
         variables = {"GLM5_JAX_ENVIRONMENT_KEY": "k"}
         with mock.patch.dict("os.environ", variables):
             environments.make(server.url).task("train", 0, 0)
+
+    @parameterized.parameters("schlüssel", "xyz\n", "xyz ", "x\0z")
+    def test_a_key_that_no_header_holds_is_refused_and_not_shown(self, key):
+        def refused(where):
+            wanted = f"^{where} .* printable ASCII"
+            return self.assertRaisesRegex(config.InputError, wanted)
+
+        with refused("--api_key") as caught:
+            command.Settings(api_key=key)
+        self.assertNotIn(key, str(caught.exception))
+        for variable, ask in (
+            (api_key.VARIABLE, api_key.given),
+            (remote.KEY_VARIABLE, lambda: environments.make("http://127.0.0.1:1")),
+        ):
+            found = {variable: key}  # the system's own has no NUL
+            self.enter_context(mock.patch.object(os, "environ", found))
+            with refused(rf"\${variable}") as caught:
+                ask()
+            self.assertNotIn(key, str(caught.exception))
 
     def test_a_page_of_another_name_is_refused(self):
         server = self.serve()
