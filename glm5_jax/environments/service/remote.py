@@ -34,6 +34,7 @@ _MOST_BYTES = 2**26  # of an answer
 _LATER = 408, 429  # statuses of a request that may come again
 _PAGE = 32  # tasks that are fetched together
 _PAGES = 64  # of them that are kept
+_UNCONNECTED = "unconnected"  # a code of no answer: nothing of a request was sent
 _UNTOLD = 2**31  # tasks of a split whose number the service does not tell
 
 
@@ -46,7 +47,7 @@ class ServiceError(Exception):
         Args:
             message: what happened.
             status: of the answer; 0: there is none.
-            code: of wire.py.
+            code: of wire.py, or _UNCONNECTED.
         """
         super().__init__(message)
         self.status, self.code = status, code
@@ -213,8 +214,9 @@ class Episode:
                 told = await self._ask("POST", wire.EPISODES, body)
                 break
             except ServiceError as error:
-                is_away = error.status == 0 or error.code == wire.DRAINING
-                if not (is_away or error.code == wire.FULL) or loop.time() > deadline:
+                # After another one the service may have begun it.
+                has_none = error.code in (_UNCONNECTED, wire.DRAINING, wire.FULL)
+                if not has_none or loop.time() > deadline:
                     raise
                 await asyncio.sleep(_AGAIN_SECONDS)
         try:
@@ -265,7 +267,7 @@ class Episode:
                 return await self._ask_once(method, path, body)
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as e:
                 if is_last:
-                    raise _unreached(self._url, e) from e
+                    raise _unreached(self._url, e, _UNCONNECTED) from e
                 await asyncio.sleep(_AGAIN_SECONDS)
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 raise _unreached(self._url, error) from error
@@ -351,5 +353,6 @@ def _key() -> dict[str, str]:
     return api_key.header(api_key.given(KEY_VARIABLE))
 
 
-def _unreached(url: str, error: Exception) -> ServiceError:
-    return ServiceError(f"{url} does not answer: {str(error) or type(error).__name__}")
+def _unreached(url: str, error: Exception, code: str = "") -> ServiceError:
+    told = f"{url} does not answer: {str(error) or type(error).__name__}"
+    return ServiceError(told, code=code)

@@ -157,6 +157,38 @@ class RemoteTest(parameterized.TestCase):
 
         asyncio.run(wait())
 
+    @AGAIN_SOON
+    def test_a_begin_that_was_sent_is_not_sent_again(self):
+        """Else each try may begin an episode that nobody ends."""
+        paths = []
+
+        class Broken(http.server.BaseHTTPRequestHandler):
+            def do_POST(self):
+                self.rfile.read(int(self.headers["Content-Length"]))
+                paths.append(self.path)
+
+            def log_message(self, *what):
+                pass
+
+        async def begin(url):
+            episode = remote.Episode(url)
+            try:
+                await episode.reset(protocol.Task("a", (), {"index": 0}))
+            finally:
+                await episode.close()
+
+        with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Broken) as other:
+            threading.Thread(target=other.serve_forever, args=(0.05,)).start()
+            try:
+                with (
+                    mock.patch.object(remote, "_FULL_SECONDS", 0.3),
+                    self.assertRaisesRegex(remote.ServiceError, "does not answer"),
+                ):
+                    asyncio.run(begin(f"http://127.0.0.1:{other.server_port}"))
+            finally:
+                other.shutdown()
+        self.assertEqual(paths, ["/v1/episodes"])
+
     def test_what_a_service_lacks_is_told_before_the_limit_of_a_call(self):
         """Else an episode that cannot begin would only be late."""
         tries = 2 * remote._CONNECT_SECONDS + 2 * remote._AGAIN_SECONDS
