@@ -125,11 +125,12 @@ class App:
         reward = None
         if last is not None and last.reward is not None:
             reward = wire.told_reward(last.reward)
+        said = json.dumps(episode.history)  # JSON has no numbers that are not finite
         return responses.JSONResponse(
             {
                 "episode": episode.key,
                 "task": self._episodes.told_task(episode.task),
-                "messages": episode.history,
+                "messages": json.loads(said, parse_constant=str),
                 "turns": episode.num_turns,
                 "is_over": last is not None,
                 "reward": reward,

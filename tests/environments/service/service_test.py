@@ -85,6 +85,19 @@ class EpisodeTest(Case):
             self.assertIn(f"glm5_jax_episodes_{line}\n", figures)
         self.assertIn('episodes_ended_total{ending="ended"} 1\n', figures)
 
+    def test_a_turn_with_an_endless_number_is_answered_and_seen(self):
+        """A model may write it; an error would leave its episode out of training."""
+        server = self.serve()
+        path = server.begin()
+        call = {"function": {"name": "t", "arguments": {"x": [float("inf"), -1.5]}}}
+        said = {"role": "assistant", "content": "this", "tool_calls": [call]}
+        status, _ = server.ask("POST", f"{path}/step", {"message": said})
+        self.assertEqual(status, 200)
+        status, seen = server.ask("GET", path)
+        self.assertEqual(status, 200)
+        call = seen["messages"][1]["tool_calls"][0]
+        self.assertEqual(call["function"]["arguments"], {"x": ["Infinity", -1.5]})
+
     @parameterized.named_parameters((x[0].partition(":")[0], *x) for x in HIDDEN)
     def test_tasks_go_without_what_scores_them(self, name, hidden):
         taskset = environments.make(name)
