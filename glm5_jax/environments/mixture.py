@@ -148,16 +148,42 @@ class _Environment:
 
 
 def _even(weights: Sequence[int]) -> list[int]:
-    """Returns the part of each place of a cycle: the one furthest behind its share."""
+    """Returns the part of each place of a cycle, each within one task of its share.
+
+    It is the one furthest behind its share. Where that is not enough, as with several
+    small weights beside large ones, it is the one that must come soonest (R. Tijdeman,
+    The chairman assignment problem, 1980).
+    """
     total = sum(weights)
     if total > _MAX_CYCLE:
         raise config.InputError(
             f"The weights of rl.environment add up to {total}, more than {_MAX_CYCLE}; "
             f"use smaller ones."
         )
-    used, order = [0] * len(weights), []
+    return _in_order(weights, _behind) or _in_order(weights, _due) or []
+
+
+def _in_order(
+    weights: Sequence[int], rank: Callable[[int, int, int, int], tuple[int, ...]]
+) -> list[int] | None:
+    """Returns the parts by their lowest ranks; None if a share is missed by a task."""
+    total, used, order = sum(weights), [0] * len(weights), []
     for place in range(1, total + 1):
-        behind = [place * w - total * n for w, n in zip(weights, used, strict=True)]
-        order.append(behind.index(max(behind)))
+        ranks = [rank(place, total, w, n) for w, n in zip(weights, used, strict=True)]
+        order.append(ranks.index(min(ranks)))
         used[order[-1]] += 1
+        shares = zip(weights, used, strict=True)
+        if any(abs(place * w - total * n) >= total for w, n in shares):
+            return None
     return order
+
+
+def _behind(place: int, total: int, weight: int, used: int) -> tuple[int, ...]:
+    """Ranks a part by how far it is behind its share."""
+    return (total * used - place * weight,)
+
+
+def _due(place: int, total: int, weight: int, used: int) -> tuple[int, ...]:
+    """Ranks a part by the place of its next task, if it may come already."""
+    is_early = total * used >= place * weight
+    return is_early, -(-total * (used + 1) // weight), total * used - place * weight

@@ -33,6 +33,23 @@ class MixtureTest(parameterized.TestCase):
                 self.assertLess(abs(seen[number] - share), 1, (index, number))
         self.assertEqual([seen[n] for n in range(3)], [30, 20, 10])
 
+    @parameterized.parameters(
+        ((8, 60, 2, 1, 1, 40, 2, 60, 2, 1, 2),),
+        ((6, 6, 1, 1, 1, 1, 1, 40, 13),),
+        ((2, 1, 1),),
+    )
+    def test_small_weights_beside_large_ones_have_their_shares(self, weights):
+        order, total = mixture_lib._even(weights), sum(weights)
+        for place in range(1, total + 1):
+            for number, weight in enumerate(weights):
+                off = order[:place].count(number) * total - place * weight
+                self.assertLess(abs(off), total, (place, number))
+
+    def test_an_order_that_had_the_shares_stays(self):
+        """A run that resumes goes on with the same tasks."""
+        self.assertEqual(mixture_lib._even(WEIGHTS), [0, 1, 0, 2, 1, 0])
+        self.assertEqual(mixture_lib._even((1, 1, 1, 1)), [0, 1, 2, 3])
+
     def test_the_tasks_are_the_first_ones_of_each_part(self):
         mixture = environments.make(NAME)
         tasks = [mixture.task("held_out", 7, index) for index in range(12)]
