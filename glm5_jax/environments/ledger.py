@@ -1,13 +1,15 @@
 """Proofs in a file, from which an interrupted run resumes."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import glm5_jax
+from glm5_jax import config
 from glm5_jax.environments import proofs, protocol
 
 
@@ -35,14 +37,14 @@ class Ledger:
             num_repeats: episodes of each solution.
             through: the service that plays them. Proofs with another one or another
                 number do not count either.
+
+        Raises:
+            config.InputError: the file cannot be written.
         """
         self._path, self._taskset, self._how = path, taskset, (num_repeats, through)
         entries = _entries(path) if path else []
-        if path and path.is_file():  # without a line that was cut off
-            text = "".join(f"{json.dumps(entry)}\n" for entry in entries)
-            partial = path.with_name(f".{path.name}.partial")
-            partial.write_text(text, encoding="utf-8")
-            partial.rename(path)
+        if path:
+            _begin(path, entries)
         self._known = {entry.pop("key", ""): entry for entry in entries}
 
     def find(self, task: protocol.Task) -> proofs.Proof | None:
@@ -73,7 +75,31 @@ class Ledger:
         return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
+def _begin(path: pathlib.Path, entries: Sequence[Mapping[str, Any]]) -> None:
+    """Writes a file anew, without a line that was cut off, so that it can be appended.
+
+    Raises:
+        config.InputError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.is_file():
+            path.open("ab").close()
+            return
+        partial = path.with_name(f".{path.name}.partial")
+        text = "".join(f"{json.dumps(entry)}\n" for entry in entries)
+        partial.write_text(text, encoding="utf-8")
+        partial.rename(path)
+    except OSError as error:
+        raise config.InputError(
+            f"--out={str(path)!r} cannot be written ({error}); name another file."
+        ) from error
+
+
 def _entries(path: pathlib.Path) -> list[dict[str, Any]]:
     """Returns the lines of a file, which need not exist; half a line is none."""
-    lines = path.read_text("utf-8").splitlines() if path.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("}")]
+    *lines, last = path.read_bytes().split(b"\n") if path.is_file() else [b""]
+    found = [json.loads(line) for line in lines if line.rstrip().endswith(b"}")]
+    with contextlib.suppress(ValueError):  # it was cut off, if there is any
+        found.append(json.loads(last))
+    return found

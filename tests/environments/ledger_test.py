@@ -1,13 +1,14 @@
 """Kept proofs: which changes of a task make its old proof count no more."""
 
 import dataclasses
+import json
 import pathlib
 from unittest import mock
 
 from absl.testing import parameterized
 
 import glm5_jax
-from glm5_jax import environments
+from glm5_jax import config, environments
 from glm5_jax.environments import ledger, proofs, protocol
 from glm5_jax.environments.harbor import world as harbor
 from glm5_jax.environments.tasks import ladder
@@ -86,6 +87,31 @@ class LedgerTest(parameterized.TestCase):
         with mock.patch.object(Own, field, "other"):
             self.assertFalse(self.is_known(Own()))
             self.assertTrue(self.is_known(Own()))
+
+    @parameterized.parameters("KeyError: {1}", "KeyError: {1", "\x85{1}", "ö{")
+    def test_half_a_line_is_none(self, failure):
+        """What was cut off may end as a whole line does."""
+        made, path = Own(), self.folder / "proofs.jsonl"
+        self.is_known(made)
+        half = json.dumps({"task": "two", "failures": [failure]}, ensure_ascii=False)
+        with path.open("ab") as file:
+            file.write(half.encode().partition(b'"]')[0].removesuffix(b"\xb6{"))
+        self.assertEqual(ledger.verdicts(path), {"one": True})
+        self.assertTrue(self.is_known(made))
+        self.assertEqual(ledger.verdicts(path), {"one": True})
+
+    def test_the_folder_of_the_file_is_made(self):
+        path = self.folder / "new" / "deep" / "proofs.jsonl"
+        made = Own()
+        kept = ledger.Ledger(path, made, 10)
+        kept.add(made.task("train", 0, 0), PROOF)
+        self.assertEqual(ledger.verdicts(path), {"one": True})
+
+    def test_a_file_that_cannot_be_made_is_told_before_any_proof(self):
+        path = self.folder / "file" / "proofs.jsonl"
+        path.parent.write_text("")
+        with self.assertRaisesRegex(config.InputError, "^--out=.*cannot be written"):
+            ledger.Ledger(path, Own(), 10)
 
     def test_another_version_proves_anew(self):
         self.is_known(Own())
