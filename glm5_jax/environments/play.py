@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 
 from glm5_jax import config, environments, messages
-from glm5_jax.environments import proofs, protocol
+from glm5_jax.environments import proofs, protocol, threads
 
 
 def play(
@@ -44,6 +44,8 @@ async def _episode(
     turns: AsyncIterator[messages.Message],
 ) -> float | None:
     part, own = protocol.part_of(taskset, task)
+    # Else ctrl-C waits for the thread that reads a line.
+    asyncio.get_running_loop().set_default_executor(threads.Threads())
     environment = part.environment()
     if not isinstance(environment, protocol.Environment):
         raise config.InputError(

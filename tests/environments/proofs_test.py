@@ -6,9 +6,12 @@ import dataclasses
 import io
 import json
 import mmap
+import os
 import pathlib
+import signal
 import subprocess
 import sys
+import threading
 from unittest import mock
 
 from absl.testing import parameterized
@@ -462,6 +465,23 @@ class CommandTest(parameterized.TestCase):
             self.assertEqual(play.play(name, "", 0, 0, shows_solution=True), 1.0)
             with self.assertRaisesRegex(config.InputError, "1/gcd.* 'agents' .*--ind"):
                 play.play(name, "", 0, 1)
+
+    def test_ctrl_c_does_not_wait_for_a_line(self):
+        line = threading.Event()
+        self.addCleanup(line.set)
+
+        def next_line():
+            os.kill(os.getpid(), signal.SIGINT)
+            line.wait(2)
+            has_waited.append(True)
+            return ""
+
+        has_waited = []
+        self.enter_context(mock.patch.object(play, "_next_line", next_line))
+        self.enter_context(mock.patch.object(play, "_say"))
+        with self.assertRaises(KeyboardInterrupt):
+            play.play("gcd", "train", 0, 0)
+        self.assertEmpty(has_waited)
 
     def test_lines_become_turns(self):
         tools = environments.make("calculator:2").task("train", 0, 0).tools
