@@ -93,11 +93,10 @@ def write(folder: pathlib.Path, digest: str, results: Sequence[Result]) -> None:
 
 
 def _result(entry: dict[str, Any]) -> Result:
-    known = lambda v: math.nan if v is None else v
-    figures = {
-        name: intervals.Interval(**{k: known(v) for k, v in interval.items()})
-        for name, interval in entry["figures"].items()
-    }
+    figures = {}
+    for name, interval in entry["figures"].items():
+        ends = [math.nan if v is None else v for v in interval.values()]
+        figures[name] = intervals.Interval(*ends)
     return Result(entry["suite"], entry["length"], entry["seed"], figures)
 
 
