@@ -29,8 +29,8 @@ def checked(key: str, where: str) -> str:
     """
     if not (key.isascii() and key.isprintable() and key == key.strip()):
         raise config.InputError(
-            f"{where} must be a key of printable ASCII, without a space or a line feed "
-            f"at its ends, which no header holds; give one that is."
+            f"{where} must hold printable ASCII without spaces or line feeds at its "
+            f"ends, as headers carry nothing else; give such a key."
         )
     return key
 

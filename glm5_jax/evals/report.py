@@ -95,8 +95,8 @@ def write(folder: pathlib.Path, digest: str, results: Sequence[Result]) -> None:
 def _result(entry: dict[str, Any]) -> Result:
     figures = {}
     for name, interval in entry["figures"].items():
-        ends = [math.nan if v is None else v for v in interval.values()]
-        figures[name] = intervals.Interval(*ends)
+        ends = {k: math.nan for k, v in interval.items() if v is None}
+        figures[name] = intervals.Interval(**{**interval, **ends})
     return Result(entry["suite"], entry["length"], entry["seed"], figures)
 
 

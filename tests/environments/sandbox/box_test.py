@@ -216,9 +216,11 @@ class ShellTest(absltest.TestCase):
             opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(4)]
             said = await box.run("echo again")
             await box.restart()
-            with mock.patch.object(os, "mkfifo", side_effect=OSError):
-                with self.assertRaises(sandbox.BrokenError):
-                    await box.run("true")
+            with (
+                mock.patch.object(os, "mkfifo", side_effect=OSError),
+                self.assertRaises(sandbox.BrokenError),
+            ):
+                await box.run("true")
             return said.stdout, opened
 
         said, opened = with_box(use, kind=self.kind)
