@@ -96,7 +96,7 @@ def bind(host: str, port: int) -> socket.socket:
         # asyncio sets TCP_NODELAY only where the protocol is named; without it every
         # event of a stream may wait 40 ms for the acknowledgement of the last one.
         bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter of a name that is none
         raise _unusable(host, port, error) from error
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -125,8 +125,8 @@ def require_key(host: str, api_key: str | None) -> None:
         )
 
 
-def _unusable(host: str, port: int, error: OSError) -> config.InputError:
+def _unusable(host: str, port: int, error: Exception) -> config.InputError:
     return config.InputError(
-        f"--host={host} --port={port} cannot be used: {error}; give another --port, or "
-        f"0 for any free one."
+        f"--host={host} --port={port} cannot be used: {error}; give others, or "
+        f"--port=0 for any free one."
     )

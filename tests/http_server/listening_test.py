@@ -6,6 +6,7 @@ import socket
 
 from absl.testing import parameterized
 
+from glm5_jax import config
 from glm5_jax.http_server import listening
 from tests import environment
 
@@ -33,6 +34,11 @@ class ListeningTest(parameterized.TestCase):
             return option
 
         self.assertTrue(asyncio.run(accepted()))
+
+    @parameterized.parameters("127..0.0.1", "a" * 64)
+    def test_a_name_that_no_resolver_takes_is_one_message(self, host):
+        with self.assertRaisesRegex(config.InputError, f"^--host={host} .* cannot be"):
+            listening.bind(host, 0)
 
 
 if __name__ == "__main__":

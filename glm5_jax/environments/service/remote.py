@@ -339,7 +339,9 @@ def _checked(name: str) -> str:
     parts = urllib.parse.urlsplit(name)
     try:
         is_address = bool(parts.hostname) and (parts.port or 1) > 0
-    except ValueError:  # of the port
+        (parts.hostname or "").encode("idna")
+        is_address &= parts.path.isascii()
+    except ValueError:  # of the port, or of a name that no resolver takes
         is_address = False
     if not is_address or parts.query or parts.fragment or parts.username:
         raise config.InputError(

@@ -201,6 +201,8 @@ class RemoteTest(parameterized.TestCase):
         ("http://me:key@127.0.0.1:8010", "a key comes from"),
         ("http://127.0.0.1:x", "must be http://HOST:PORT"),
         ("https://127.0.0.1:8010/?a=b", "must be http://HOST:PORT"),
+        ("http://127..0.0.1:8010", "must be http://HOST:PORT"),
+        ("http://127.0.0.1:1/ä", "must be http://HOST:PORT"),
     )
     @AGAIN_SOON
     def test_wrong_addresses_are_one_message(self, name, message):
