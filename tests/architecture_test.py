@@ -49,6 +49,7 @@ LAYERS = (
     {"collectives", "environments", "storage"},
     {"sharding", "processes", "messages", "anthropic_form", "http_server"},
     {
+        "api_key",
         "command_line",
         "compile_cache",
         "quantize_flag",
@@ -57,7 +58,7 @@ LAYERS = (
         "presets",
         "shapes",
     },
-    {"config", "api_key", "backends", "files", "intervals"},
+    {"config", "backends", "files", "intervals"},
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 KERNEL_IMPORTS = {"jax", "jaxtyping", "ml_dtypes", "numpy", "pallas_kernels"}
