@@ -22,15 +22,10 @@ from absl import logging
 
 from glm5_jax import config
 from glm5_jax.environments.sandbox import box, bubblewrap, container, plain
-from glm5_jax.environments.sandbox.box import (
-    NO_OUTPUT,
-    Box,
-    BrokenError,
-    FileError,
-    Result,
-)
+from glm5_jax.environments.sandbox.box import Box, BrokenError, FileError
 from glm5_jax.environments.sandbox.image import Image
 from glm5_jax.environments.sandbox.limits import Limits
+from glm5_jax.environments.sandbox.results import NO_OUTPUT, Result
 
 __all__ = [
     "KINDS",

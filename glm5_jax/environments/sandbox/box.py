@@ -3,7 +3,8 @@
 The holder (bubblewrap.py, plain.py) runs the inner shell each time that it is told to,
 and says when the shell, and all that it started, has ended. It hears and speaks over a
 socket that no shell has. The inner shell reads a command a line, with every byte
-escaped, and answers with what code each ended, over pipes of its own (pipes.py). So the
+escaped, and answers with what code each ended, over pipes of its own (pipes.py). What a
+file is to have comes behind the line of its command, as it is. So the
 end of a command is known although processes that it left in the background still hold
 its output, and nothing that a command prints is mistaken for its end.
 
@@ -17,7 +18,6 @@ No Python code runs between fork and exec, so that a process with jax may start 
 import asyncio
 import base64
 import contextlib
-import dataclasses
 import os
 import pathlib
 import posixpath
@@ -35,14 +35,23 @@ from typing import Protocol, runtime_checkable
 from glm5_jax.environments.sandbox import image as image_lib
 from glm5_jax.environments.sandbox import limits as limits_lib
 from glm5_jax.environments.sandbox import pipes as pipes_lib
+from glm5_jax.environments.sandbox import results
 
-# Commands get neither end of the pipes; bash keeps theirs where no program has them.
+# Commands get neither end of the pipes; bash keeps theirs where no program has them. A
+# line that begins with "<" reads the bytes behind it, which `read` takes one by one.
 _LOOP = """exec 50>&3 3>&-
 while IFS= read -r _line; do
-  printf -v _line %b "$_line"
-  eval "$_line" </dev/null 50>&-
+  printf -v _text %b "${_line#<}"
+  case $_line in
+    '<'*) eval "$_text" 50>&- ;;
+    *) eval "$_text" </dev/null 50>&- ;;
+  esac
   printf 'done %d\\n' $? >&50
 done"""
+# Reads all that it is sent, whatever becomes of the file.
+_WRITE = """/usr/bin/head -c {size} | (
+cd {home} && {{ [ -d {folder} ] || mkdir -p -- {folder}; }} && cat > {path}
+code=$?; cat > /dev/null; exit $code )"""
 _SHELL = ["bash", "--noprofile", "--norc", "-c", _LOOP]
 _SECONDS_TO_START = 60.0  # on a machine that starts a thousand
 _SECONDS_TO_DIE = 10.0
@@ -109,33 +118,6 @@ class FileError(BrokenError):
     """Raised when a file cannot be read or written: what ran in the box may do that."""
 
 
-NO_OUTPUT = "(no output)"
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """What became of a command."""
-
-    exit_code: int | None  # None: it did not end by itself
-    stdout: str
-    stderr: str
-    is_timeout: bool  # the box's processes were ended; its files remain
-    is_cut: bool  # a stream was longer than Limits.output_bytes
-    seconds: float
-
-    def text(self) -> str:
-        """Returns what an agent reads: both streams, and how the command ended."""
-        if self.is_timeout:
-            ending = f"[stopped after {self.seconds:.0f} s; the shell is a new one]"
-        elif self.exit_code is None:
-            ending = "[the shell ended; the next command gets a new one]"
-        else:
-            ending = f"[exit code {self.exit_code}]" if self.exit_code else ""
-        cut = "[output was cut]" if self.is_cut else ""
-        parts = (self.stdout, self.stderr, cut, ending)
-        return "\n".join(part.rstrip("\n") for part in parts if part) or NO_OUTPUT
-
-
 class Box:
     """A started box; its methods must not run at the same time."""
 
@@ -155,7 +137,7 @@ class Box:
         self._waiter: asyncio.Future[int | None] | None = None
         self._timer: asyncio.TimerHandle | None = None  # of the next look at the memory
 
-    async def run(self, command: str, seconds: float | None = None) -> Result:
+    async def run(self, command: str, seconds: float | None = None) -> results.Result:
         """Runs a command of the shell, whose folder and variables stay for the next.
 
         Args:
@@ -166,6 +148,12 @@ class Box:
         Raises:
             BrokenError: the box has ended.
         """
+        return await self._run(command, seconds, None)
+
+    async def _run(
+        self, command: str, seconds: float | None, content: bytes | None
+    ) -> results.Result:
+        """Runs a command, which reads the content, if there is one, and no more."""
         began = time.monotonic()
         seconds = self._limits.seconds if seconds is None else seconds
         if self._is_busy:  # who waited for its last command was cancelled
@@ -173,9 +161,8 @@ class Box:
         pipes = self._pipes if self._pipes and self._is_alive else self._start_shell()
         pipes.out.take(), pipes.err.take()  # of processes in the background
         self._is_busy, self._answer = True, b""
-        pipes.tell(
-            "".join(_ESCAPED[byte] for byte in command.encode()).encode() + b"\n"
-        )
+        line = "".join(_ESCAPED[byte] for byte in command.encode()).encode() + b"\n"
+        pipes.tell(line if content is None else b"<" + line + content)
         code, is_timeout = None, False
         try:
             async with asyncio.timeout(seconds):
@@ -185,7 +172,7 @@ class Box:
             await self._kill_shell()
         (out, out_cut), (err, err_cut) = pipes.out.take(), pipes.err.take()
         taken = time.monotonic() - began
-        return Result(code, out, err, is_timeout, out_cut or err_cut, taken)
+        return results.Result(code, out, err, is_timeout, out_cut or err_cut, taken)
 
     async def write(self, path: str, content: bytes) -> None:
         """Writes a file; a path below /work may be relative.
@@ -193,13 +180,15 @@ class Box:
         Raises:
             FileError: it could not be written.
         """
-        at, folder = shlex.quote(path), shlex.quote(posixpath.dirname(path) or ".")
-        coded = base64.b64encode(content).decode()
-        made = f"{{ [ -d {folder} ] || mkdir -p -- {folder}; }}"
-        made += f" && printf %s {coded} | base64 -d > {at}"
-        done = await self.run(f"( cd {self._home} && {made} )")
+        command = _WRITE.format(
+            size=len(content),
+            home=self._home,
+            folder=shlex.quote(posixpath.dirname(path) or "."),
+            path=shlex.quote(path),
+        )
+        done = await self._run(command, None, content)
         if done.exit_code != 0:
-            raise FileError(f"{path} could not be written: {done.stderr.strip()}")
+            raise FileError(f"{path} could not be written: {done.reason()}")
 
     async def read(self, path: str) -> bytes:
         """Returns the content of a file.
@@ -211,8 +200,7 @@ class Box:
         command = f"( cd {self._home} && base64 < {shlex.quote(path)} )"
         done = await self.run(command)
         if done.exit_code != 0 or done.is_cut:
-            reason = done.stderr.strip() or "it is too long"
-            raise FileError(f"{path} could not be read: {reason}")
+            raise FileError(f"{path} could not be read: {done.reason()}")
         try:
             return base64.b64decode("".join(done.stdout.split()), validate=True)
         except ValueError as error:  # another process has printed, too

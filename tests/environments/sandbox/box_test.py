@@ -1,6 +1,7 @@
 """Boxes: what a shell keeps, how commands end, and attempts to get out of one."""
 
 import asyncio
+import hashlib
 import os
 import pathlib
 import platform
@@ -194,6 +195,31 @@ class ShellTest(absltest.TestCase):
             return await box.read("x/it's \\ -n é"), await box.read("./-n")
 
         self.assertEqual(with_box(use, kind=self.kind), (content, b""))
+
+    def test_large_files_are_written_at_once_and_a_failure_tells_why(self):
+        """What does not fit into a pipe, in less than a line of its size took."""
+        content = bytes(range(256)) * 2**15  # 8 MiB
+
+        async def use(box):
+            await box.write("x", content)
+            for path in ("x/y", "/dev/full"):  # all that is sent is read, too
+                with self.assertRaisesRegex(
+                    sandbox.FileError, "n: .*(exists|direct|space)"
+                ):
+                    await box.write(path, b"touch bad\n" * 2**15)
+            await box.write("empty", b"")
+            listed = await box.run("sha256sum < x; wc -c < empty; ls")
+            await box.run("mkfifo f")
+            with (
+                mock.patch.object(box, "_limits", sandbox.Limits(seconds=0.2)),
+                self.assertRaisesRegex(sandbox.FileError, "f could.*more than 0 s"),
+            ):
+                await box.read("f")
+            return listed.stdout.split()
+
+        found = with_box(use, kind=self.kind, limits=sandbox.Limits(seconds=5.0))
+        digest = hashlib.sha256(content).hexdigest()
+        self.assertEqual(found, [digest, "-", "0", "empty", "x"])
 
     def test_a_shell_that_gets_no_pipes_closes_no_files_of_others(self):
         """The third one fails, and then all goes on."""

@@ -26,7 +26,7 @@ _ADDITIONS = ".debian"  # the archive of a folder debian/
 _MAX_BYTES = 2**25  # of a whole package
 _SECONDS = 300
 _ASIDE = re.compile(r"\s*$|W:|npm warn|\[notice\]|WARNING", re.IGNORECASE)
-# Variables that pip gets; others may be keys, which a package's setup.py could read.
+# Variables that pip gets: others may be keys, which a setup.py could read.
 _OF_PIP = re.compile(
     r"PATH|HOME|USER|LOGNAME|LANG|LC_\w+|TZ|TMPDIR|VIRTUAL_ENV|XDG_\w+|PIP_\w+|"
     r"SSL_CERT_\w+|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE|\w+_PROXY",
