@@ -13,6 +13,9 @@ from glm5_jax import files, intervals
 from glm5_jax.evals import record
 
 
+_ENDS = ("low", "high")  # of an interval
+
+
 @dataclasses.dataclass(frozen=True)
 class Result:
     """The figures of a suite at a length."""
@@ -95,8 +98,10 @@ def write(folder: pathlib.Path, digest: str, results: Sequence[Result]) -> None:
 def _result(entry: dict[str, Any]) -> Result:
     figures = {}
     for name, interval in entry["figures"].items():
-        ends = {k: math.nan for k, v in interval.items() if v is None}
-        figures[name] = intervals.Interval(**{**interval, **ends})
+        ends = [math.nan if interval[k] is None else interval[k] for k in _ENDS]
+        figures[name] = intervals.Interval(
+            interval["mean"], *ends, count=interval["count"]
+        )
     return Result(entry["suite"], entry["length"], entry["seed"], figures)
 
 
