@@ -249,10 +249,12 @@ def train_bpe(
         special_tokens: their ids start at 0; pass SPECIAL_TOKENS for chats.
     """
     backend = tokenizers.Tokenizer(models.BPE())
+    # The one special token that is a word: a merge would give its text the token's id.
+    cut = pre_tokenizers.Split(tokenizers.Regex("/(?=nothink)"), "isolated")
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(tokenizers.Regex(_WORDS), "isolated"),
-            *(pre_tokenizers.Split(cut, "isolated") for cut in _cuts(special_tokens)),
+            *([cut] if "/nothink" in special_tokens else []),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -265,16 +267,6 @@ def train_bpe(
     )
     backend.train_from_iterator(texts, trainer, length=len(texts))
     return Tokenizer(backend)
-
-
-def _cuts(special_tokens: Sequence[str]) -> list[tokenizers.Regex]:
-    """Returns where words are cut that spell a special token, as "/nothink".
-
-    A merge would give them its id, which stands for no text.
-    """
-    words = pre_tokenizers.Split(tokenizers.Regex(_WORDS), "isolated")
-    spelt = [x for x in special_tokens if len(words.pre_tokenize_str(x)) == 1]
-    return [tokenizers.Regex(f"{re.escape(x[0])}(?={re.escape(x[1:])})") for x in spelt]
 
 
 def named(name: str) -> Tokenizer:

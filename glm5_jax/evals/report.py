@@ -12,7 +12,6 @@ from absl import logging
 from glm5_jax import files, intervals
 from glm5_jax.evals import record
 
-
 _ENDS = ("low", "high")  # of an interval
 
 

@@ -90,7 +90,7 @@ class TokenizerTest(parameterized.TestCase):
         texts = ["Say hi/nothink", "What is 4 times 5\n/nothink"] * 50
         names = tokenizer_lib.SPECIAL_TOKENS
         tokenizer = tokenizer_lib.train_bpe(texts, 400, names)
-        for text in (*texts[:2], "/nothink", "and/or"):
+        for text in (*texts[:2], *names, "and/or"):
             ids = tokenizer.encode(text)
             self.assertGreaterEqual(min(ids), len(names), text)
             self.assertEqual(tokenizer.decode(ids), text)
