@@ -251,7 +251,7 @@ class _Life:
             return await self.bounded(work(page), seconds)
         except async_api.Error as error:
             is_gone = page.is_closed() or not await self._is_alive()
-            if is_gone or _is_crash(error):
+            if is_gone or _is_closed(error) or _is_crash(error):
                 raise _told(error) from error
             raise
 
@@ -340,6 +340,11 @@ class _Life:
 def _is_crash(error: Exception) -> bool:
     """Returns whether a page's own process has ended."""
     return "crashed" in str(error)
+
+
+def _is_closed(error: Exception) -> bool:
+    """Returns whether the page, the browser or its driver has ended."""
+    return type(error).__name__ == "TargetClosedError"  # which is not exported
 
 
 def _told(error: Exception) -> Exception:

@@ -133,6 +133,8 @@ class _Room:
 
     async def try_out(self, work: Callable[[Any], Awaitable[bool]]) -> bool:
         """Returns what work returns; False if the page hinders it."""
+        from playwright import async_api
+
         for is_last in (False, True):
             try:
                 if self._session is None:
@@ -142,6 +144,8 @@ class _Room:
                 return False
             except browser.SlowPageError:
                 await self.close()
+                return False
+            except async_api.Error:  # the browser lives: it is the page's fault
                 return False
             except browser.BrowserError:  # through another page's fault
                 await self.close()

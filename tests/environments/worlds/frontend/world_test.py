@@ -179,6 +179,17 @@ class BrowserTest(parameterized.TestCase):
         self.assertFalse(builds)
         self.assertFalse(any(passed.values()))
 
+    @parameterized.parameters(
+        "<p>text</p><script>onload = () => document.body.remove()</script>",
+        "<p>0</p><script>onload = () => setInterval(() => location.reload(), 1)"
+        "</script>",
+        "<p>0</p><script>location.href = '/other'</script>",
+    )
+    def test_a_page_that_leaves_is_wrong_and_not_the_browser(self, html):
+        made = small_counter(random.Random(0))
+        _, passed = self.decide(f"<!doctype html>{html}", made)
+        self.assertFalse(any(passed.values()))
+
     def test_a_task_is_proven(self):
         self.use_small_counter()
         task = self.world.task("train", 0, 0)
