@@ -1,6 +1,7 @@
 """Decides checklist items exactly: plays their steps in a browser."""
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from glm5_jax.environments.worlds.frontend.projects import frameworks
 # than a sound page takes on a machine that does much else.
 _SECONDS = 120.0
 _WAIT = 10_000  # milliseconds for an element to be there
+_WAIT_AGAIN = 500  # for one that was waited for in vain
 _PATIENCE = 1.0  # seconds in which a framework shows what follows from a step
 _POLL_SECONDS = 0.05
 Files = Mapping[str, bytes]
@@ -21,8 +23,13 @@ class StepError(Exception):
     """Raised when a step cannot be done on a page, with the reason."""
 
 
-async def act(page: Any, step: draft.Step) -> None:
+async def act(page: Any, step: draft.Step, wait: float = _WAIT) -> None:
     """Clicks, types, presses a key or chooses.
+
+    Args:
+        page: of playwright.
+        step: what to do.
+        wait: milliseconds for the element to be there.
 
     Raises:
         StepError: there is no such element, or it cannot be used.
@@ -33,13 +40,13 @@ async def act(page: Any, step: draft.Step) -> None:
     found = page.locator(selector).first
     try:
         if action == "click":
-            await found.click(timeout=_WAIT)
+            await found.click(timeout=wait)
         elif action == "type":
-            await found.fill(rest[0], timeout=_WAIT)
+            await found.fill(rest[0], timeout=wait)
         elif action == "choose":
-            await found.select_option(rest[0], timeout=_WAIT)
+            await found.select_option(rest[0], timeout=wait)
         else:
-            await found.press(rest[0], timeout=_WAIT)
+            await found.press(rest[0], timeout=wait)
     except async_api.Error as error:
         if page.is_closed():
             raise
@@ -93,6 +100,7 @@ async def decide(
     files: Files,
     items: Sequence[draft.Item],
     framework: str = "",
+    seconds_to_fail: float = math.inf,
 ) -> tuple[bool, dict[str, bool]]:
     """Returns whether a submission builds, and of each item whether it passes.
 
@@ -104,6 +112,7 @@ async def decide(
         files: the submission; what `npm run build` made of a project.
         items: the checklist.
         framework: that has to mount the page; "": none.
+        seconds_to_fail: after an item has failed, for the others; then they fail, too.
     """
     used = frameworks.ALL.get(framework)
     nothing = {item.name: False for item in items}
@@ -113,11 +122,29 @@ async def decide(
     try:
         if not await room.try_out(_open(used)) or room.has_errors:
             return False, nothing
-        return True, {
-            item.name: await room.try_out(_play(item, used)) for item in items
-        }
+        return True, await _passed(room, items, used, seconds_to_fail)
     finally:
         await room.close()
+
+
+async def _passed(
+    room: "_Room",
+    items: Sequence[draft.Item],
+    used: frameworks.Framework | None,
+    seconds_to_fail: float,
+) -> dict[str, bool]:
+    """Returns of each item whether it passes."""
+    loop = asyncio.get_running_loop()
+    passed: dict[str, bool] = {}
+    missing: set[str] = set()  # selectors that were waited for in vain
+    deadline = math.inf
+    for item in items:
+        is_late = loop.time() > deadline
+        play = _play(item, used, missing)
+        passed[item.name] = not is_late and await room.try_out(play)
+        if not passed[item.name]:
+            deadline = min(deadline, loop.time() + seconds_to_fail)
+    return passed
 
 
 class _Room:
@@ -170,16 +197,21 @@ def _open(used: frameworks.Framework | None) -> Callable[[Any], Awaitable[bool]]
 
 
 def _play(
-    item: draft.Item, used: frameworks.Framework | None
+    item: draft.Item, used: frameworks.Framework | None, missing: set[str]
 ) -> Callable[[Any], Awaitable[bool]]:
-    """Makes the work that decides an item."""
+    """Makes the work that decides an item, and adds to the missing elements."""
 
     async def play(page: Any) -> bool:
         await reopen(page)
         await _wait_for(page, used)
         for step in item.steps:
             if not is_expectation(step):
-                await act(page, step)
+                wait = _WAIT_AGAIN if step[1] in missing else _WAIT
+                try:
+                    await act(page, step, wait)
+                except StepError:
+                    missing.add(step[1])
+                    raise
             elif not await _comes(page, step, _PATIENCE if used else 0.0):
                 return False
         return True

@@ -15,6 +15,9 @@ from glm5_jax.environments.worlds.frontend.projects import build, frameworks, ki
 
 MAX_TURNS = 20
 _MOST_BYTES = 200_000  # of a submission
+# Of a checklist after its first failure, which decides the reward: all of it ends
+# within `rl.step_timeout_seconds`, after which an episode has no reward.
+_SECONDS_TO_FAIL = 20.0
 _HELD_OUT = 5  # one number in so many
 _WRITE = tool_calls.schema(
     "write",
@@ -161,7 +164,9 @@ class Episode:
             files, info["build"] = built.files, built.log
         else:
             files = {path: text.encode() for path, text in self._files.items()}
-        decided = oracle.decide(self._renderer, files, made.items, made.framework)
+        decided = oracle.decide(
+            self._renderer, files, made.items, made.framework, _SECONDS_TO_FAIL
+        )
         builds, passed = await decided
         parts = {
             "builds": float(builds),

@@ -190,6 +190,32 @@ class BrowserTest(parameterized.TestCase):
         _, passed = self.decide(f"<!doctype html>{html}", made)
         self.assertFalse(any(passed.values()))
 
+    @parameterized.parameters(
+        (1000.0, [("#add", 10_000), ("#sub", 10_000), ("#add", 500)]),
+        (0.0, [("#add", 10_000)]),
+    )
+    def test_elements_that_are_missing_are_waited_for_once(self, seconds, wanted):
+        """The episode of a wrong page took too long, and was left out of training."""
+        made = small_counter(random.Random(0), ("add", "least", "reset"))
+        waits = []
+
+        async def act(page, step, wait):
+            waits.append((step[1], wait))
+            raise oracle.StepError("there is none")
+
+        with mock.patch.object(oracle, "act", act):
+            decided = oracle.decide(
+                self.browser,
+                {"index.html": b"<!doctype html><p>I could not do it."},
+                made.items,
+                seconds_to_fail=seconds,
+            )
+            builds, passed = asyncio.run(decided)
+        self.assertTrue(builds)
+        self.assertFalse(any(passed.values()))
+        self.assertLen(passed, len(made.items))
+        self.assertEqual(waits, wanted)
+
     def test_a_task_is_proven(self):
         self.use_small_counter()
         task = self.world.task("train", 0, 0)
