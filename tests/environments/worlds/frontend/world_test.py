@@ -8,6 +8,7 @@ import io
 import json
 import pathlib
 import random
+import re
 import sys
 import time
 import unittest
@@ -57,6 +58,13 @@ class DraftsTest(parameterized.TestCase):
             self.assertLen(made.submissions(), 1 + len(made.flaws))
             for flaw in made.flaws:
                 self.assertContainsSubset(flaw.fails, names)
+
+    def test_prices_of_a_table_differ(self):
+        """Of equal ones the reference and the checklist had another order."""
+        for number in range(1000):
+            brief = traces.draft("table", number).brief
+            prices = re.findall(r"\d{3}", brief)
+            self.assertLen(set(prices), 5, brief)
 
     def test_twenty_briefs_have_a_hundred_and_fifty_items(self):
         made = [traces.draft(f, n) for f in families.ALL for n in range(2)]

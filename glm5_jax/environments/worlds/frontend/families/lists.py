@@ -106,7 +106,8 @@ def _to_do_items(two: str, three: str, both: tuple[str, ...]) -> tuple[Item, ...
 def table(rng: random.Random) -> Draft:
     """Makes a table that is sorted and filtered."""
     names = rng.sample(_THINGS, 5)
-    prices = {name: rng.randrange(100, 999) for name in names}
+    # Equal ones would have no order that the brief tells.
+    prices = dict(zip(names, rng.sample(range(100, 999), 5), strict=True))
     rows = [[name, price] for name, price in prices.items()]
     by_name, by_price = sorted(names), sorted(names, key=prices.__getitem__)
     part = names[0][:3]
