@@ -132,8 +132,10 @@ class Hands:
             self.verdict = arguments["answer"] == "yes"
             return "noted"
         try:
-            if self._session is None:
+            if self._session is None or name == "open" or not self._is_open:
+                await self.close()
                 self._session = await self._renderer.open(self._site, _SECONDS)
+                self._is_open = True
             return await self._session.run(
                 lambda page: self._do(page, name, arguments), _SECONDS
             )
@@ -163,9 +165,6 @@ class Hands:
             await session.close()
 
     async def _do(self, page: Any, name: str, arguments: Mapping[str, Any]) -> str:
-        if name == "open" or not self._is_open:
-            await oracle.reopen(page)
-            self._is_open = True
         if name == "open":
             return "opened"
         if name == "screenshot":

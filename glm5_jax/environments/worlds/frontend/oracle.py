@@ -148,15 +148,12 @@ async def _passed(
 
 
 class _Room:
-    """A page that is opened anew for every item."""
+    """A page that is opened anew for every item, with nothing that one before left."""
 
     def __init__(self, renderer: browser.Browser, files: Files) -> None:
         self._renderer, self._site = renderer, browser.Site(files)
         self._session: browser.Session | None = None
-
-    @property
-    def has_errors(self) -> bool:
-        return self._session is None or bool(self._session.errors)
+        self.has_errors = False  # of scripts, in the last one
 
     async def try_out(self, work: Callable[[Any], Awaitable[bool]]) -> bool:
         """Returns what work returns; False if the page hinders it."""
@@ -164,9 +161,12 @@ class _Room:
 
         for is_last in (False, True):
             try:
-                if self._session is None:
-                    self._session = await self._renderer.open(self._site, _SECONDS)
-                return await self._session.run(work, _SECONDS)
+                await self.close()
+                opened = await self._renderer.open(self._site, _SECONDS)
+                self._session = opened
+                found = await opened.run(work, _SECONDS)
+                self.has_errors = bool(opened.errors)
+                return found
             except StepError:
                 return False
             except browser.SlowPageError:
@@ -202,7 +202,6 @@ def _play(
     """Makes the work that decides an item, and adds to the missing elements."""
 
     async def play(page: Any) -> bool:
-        await reopen(page)
         await _wait_for(page, used)
         for step in item.steps:
             if not is_expectation(step):
@@ -250,21 +249,3 @@ async def _comes(page: Any, step: draft.Step, seconds: float) -> bool:
         await asyncio.sleep(_POLL_SECONDS)
         is_over = loop.time() >= deadline  # asked before the last look, not after it
     return True
-
-
-async def reopen(page: Any) -> None:
-    """Opens the page anew, without what it stored.
-
-    Raises:
-        StepError: it does not open.
-    """
-    from playwright import async_api
-
-    try:
-        await page.evaluate("localStorage.clear(); sessionStorage.clear()")
-        await page.context.clear_cookies()
-        await page.goto(browser.ORIGIN)
-    except async_api.Error as error:
-        if page.is_closed():
-            raise
-        raise StepError(str(error).splitlines()[0]) from error

@@ -21,6 +21,7 @@ from PIL import Image
 from glm5_jax import config, environments
 from glm5_jax.environments import browser, endpoint, proofs, tool_calls
 from glm5_jax.environments.worlds.frontend import (
+    draft,
     families,
     judge,
     oracle,
@@ -223,6 +224,37 @@ class BrowserTest(parameterized.TestCase):
         self.assertFalse(any(passed.values()))
         self.assertLen(passed, len(made.items))
         self.assertEqual(waits, wanted)
+
+    def test_no_item_finds_what_another_left(self):
+        """Neither what it stored, nor that it took the page away."""
+        html = """<!doctype html><p id=n></p><a id=go href=/other>go</a><script>
+        const n = document.getElementById('n');
+        n.textContent = window.name || 'new';
+        window.name = 'kept';
+        indexedDB.databases().then(found => { if (found.length) n.textContent = 'db' });
+        indexedDB.open('a', 1);
+        </script>"""
+        away = draft.item("away", "It goes.", "click #go; reads #n | other")
+        first, second = (
+            draft.item(name, "It is new.", "reads #n | new") for name in ("one", "two")
+        )
+        made = dataclasses.replace(traces.draft("counter", 0), items=(away, first))
+        self.assertEqual(self.failing(html, made), {"away"})
+        made = dataclasses.replace(made, items=(first, second))
+        self.assertEqual(self.failing(html, made), set())
+
+    def test_a_judge_opens_a_page_that_was_left(self):
+        html = "<!doctype html><p>first</p><a href=/other>go</a>"
+
+        async def play():
+            hands = judge.Hands(self.browser, {"index.html": html.encode()})
+            await hands.use("click", {"selector": "a"})
+            opened = await hands.use("open", {})
+            read = await hands.use("read", {"selector": "p"})
+            await hands.close()
+            return opened, json.loads(read)["text"]
+
+        self.assertEqual(asyncio.run(play()), ("opened", "first"))
 
     def test_a_task_is_proven(self):
         self.use_small_counter()
