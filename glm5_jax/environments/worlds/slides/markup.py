@@ -64,6 +64,8 @@ class _Reader(html.parser.HTMLParser):
                 self.found.append(f"the attribute {name} is forbidden")
             if name == "http-equiv" and (value or "").lower() != "content-type":
                 self.found.append("<meta http-equiv> is forbidden")
+            if name == "name" and tag != "meta":  # it hides a method of the document
+                self.found.append("the attribute name is forbidden")
             if name == "style":
                 self.styles.append(value or "")
 

@@ -1,5 +1,8 @@
 // Returns the facts of a laid-out page: texts by words, pictures, and the slide.
 () => {
+  // Its own methods, which a picture of such a name hides.
+  const named = Document.prototype.querySelectorAll.call(document, '[name]:not(meta)');
+  if (named.length) return {problem: 'the attribute name is forbidden'};
   const round = x => Math.round(x * 100) / 100;
   const box = r => [r.left, r.top, r.right, r.bottom].map(round);
   const px = (text, other) => { const x = parseFloat(text); return isNaN(x) ? other : x; };

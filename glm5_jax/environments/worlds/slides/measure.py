@@ -80,7 +80,12 @@ async def measure(
 
 
 def _excess(layout: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns what of a page would take too long to judge; () if nothing."""
+    """Returns why a page is not judged; () if it is.
+
+    What is forbidden may be seen by the browser alone, or it would take too long.
+    """
+    if problem := layout.get("problem"):
+        return (problem,)
     boxes = [box for word in layout["words"] for box in word["rects"]]
     boxes += [image["box"] for image in layout["images"]]
     if len(boxes) > MOST_BOXES:
@@ -100,6 +105,8 @@ def _excess(layout: Mapping[str, Any]) -> tuple[str, ...]:
 async def _take(page: Any) -> tuple[Mapping[str, Any], bytes, bytes]:
     """Measures and photographs a loaded page."""
     layout = await page.evaluate(_script())
+    if "problem" in layout:
+        return layout, b"", b""
     seen = await page.screenshot()
     await page.evaluate(_HIDE)
     return layout, seen, await page.screenshot()

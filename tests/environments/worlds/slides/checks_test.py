@@ -125,6 +125,12 @@ EDITS = {
         "markup",
     ),
     "input": ('<p id="b">Costs fell</p>', "<input value='Costs fell'>", "markup"),
+    "named": ("<img src", "<img name=createTreeWalker src", "markup"),
+    "named_in_a_comment": (
+        "<h1>",
+        "<!--><img name=querySelectorAll src=a.svg><!-- --><h1>",
+        "markup",
+    ),
     # Comments end elsewhere for a parser of markup than for a browser.
     "comment": ("<h1>", "<!--><form><!-- --><h1>", "markup"),
     "in_a_comment": ("Costs fell", "<!-- Costs fell -->", "content"),
