@@ -19,7 +19,7 @@ from glm5_jax.environments import browser
 from glm5_jax.environments.browser import chromium
 from glm5_jax.environments.worlds.slides import briefs, markup, measure, pixels
 
-EDITION = 2  # counts changes of the checks
+EDITION = 3  # counts changes of the checks
 _EDGE = 32.0  # pixels from the slide's edges
 _SLACK = 1.5  # pixels, of rounding
 Check = Callable[[measure.Facts, briefs.Page], bool]

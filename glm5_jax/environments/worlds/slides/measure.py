@@ -19,18 +19,17 @@ SECONDS = 10.0  # for a page; the slowest of the labelled ones takes a tenth
 MOST_BOXES = 1000  # of words and pictures; a slide full of small words has as many
 MOST_AREA = 4  # slides, of all boxes together
 # Only the glyphs: `color` would also take what is painted with currentColor.
+# A sheet beside the page's own, of which no selector of the page can tell.
 _HIDE = """() => {
-  for (const e of document.querySelectorAll('*')) {
-    e.style.setProperty('transition', 'none', 'important');
-    e.style.setProperty('-webkit-text-fill-color', 'transparent', 'important');
-    e.style.setProperty('-webkit-text-stroke-color', 'transparent', 'important');
-    e.style.setProperty('text-shadow', 'none', 'important');
-    if (e instanceof SVGElement && e.closest('text')) {
-      e.style.setProperty('fill', 'transparent', 'important');
-      e.style.setProperty('stroke', 'transparent', 'important');
-    }
-  }
+  const sheet = new CSSStyleSheet();
+  sheet.replaceSync(`* { transition: none !important; text-shadow: none !important;
+      -webkit-text-fill-color: transparent !important;
+      -webkit-text-stroke-color: transparent !important }
+    svg text, svg text * { fill: transparent !important;
+      stroke: transparent !important }`);
+  document.adoptedStyleSheets = [sheet];
 }"""
+_UNHIDE = "() => { document.adoptedStyleSheets = [] }"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +108,9 @@ async def _take(page: Any) -> tuple[Mapping[str, Any], bytes, bytes]:
         return layout, b"", b""
     seen = await page.screenshot()
     await page.evaluate(_HIDE)
-    return layout, seen, await page.screenshot()
+    bare = await page.screenshot()
+    await page.evaluate(_UNHIDE)  # the page is used again
+    return layout, seen, bare
 
 
 @functools.cache
