@@ -161,6 +161,12 @@ class BuildTest(parameterized.TestCase):
         self.assertIn("EROFS", found.log)
         self.assertIn("ENETUNREACH", found.log)
 
+    def test_a_build_whose_file_cannot_be_read_has_failed(self):
+        package = {"scripts": {"build": "mkdir -m 700 dist; umask 777; echo > dist/x"}}
+        found = asyncio.run(build.build({"package.json": json.dumps(package)}))
+        self.assertEqual(found.files, {})
+        self.assertIn("dist/x could not be read", found.log)
+
 
 def _said(result):
     return messages.text_of(result.messages[0], "content")

@@ -77,4 +77,7 @@ async def _built(box: sandbox.Box, packages: str) -> Built:
     sizes = [line.partition(" ")[::2] for line in listed.stdout.split("\0")[:-1]]
     if len(sizes) > _MOST_FILES or sum(int(size) for size, _ in sizes) > _MOST_BYTES:
         return Built({}, f"{log}\ndist/ has more than {_MOST_BYTES} bytes.")
-    return Built({path: await box.read(f"dist/{path}") for _, path in sizes}, log)
+    try:
+        return Built({path: await box.read(f"dist/{path}") for _, path in sizes}, log)
+    except sandbox.FileError as error:
+        return Built({}, f"{log}\n{error}")
