@@ -138,10 +138,15 @@ def places(name: str) -> tuple[pathlib.Path, ...]:
 def _of_record(line: str, place: str) -> Article:
     try:
         record: Any = json.loads(line)
-        names = (record["title"], *record.get("names", ()))
-        article = Article(names, (*record.get("tags", ()),), record["text"])
+        others, tags = record.get("names", []), record.get("tags", [])
+        article = Article((record["title"], *others), (*tags,), record["text"])
         words = *article.names, *article.tags, article.text
-        if all(isinstance(x, str) for x in words) and article.title.strip():
+        are_lists = isinstance(others, list) and isinstance(tags, list)
+        if (
+            are_lists
+            and all(isinstance(x, str) for x in words)
+            and article.title.strip()
+        ):
             return article
     except (ValueError, KeyError, TypeError, AttributeError):
         pass  # told below

@@ -84,7 +84,9 @@ class ArticlesTest(absltest.TestCase):
     def test_wrong_lines_are_named(self):
         path = self.folder / "own.jsonl"
         good = '{"title": "a", "text": "b"}\n'
-        for bad in ("{", "[]", '{"title": "a"}', '{"title": "", "text": ""}', "1"):
+        wrong = ("{", "[]", '{"title": "a"}', '{"title": "", "text": ""}', "1")
+        letters = [good[:-2] + f', "{key}": "ada"}}' for key in ("names", "tags")]
+        for bad in (*wrong, *letters):
             path.write_text(good + bad)
             with self.assertRaisesRegex(config.InputError, "own.jsonl:2: a line must"):
                 articles.read.__wrapped__(str(path))
