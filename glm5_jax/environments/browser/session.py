@@ -25,6 +25,7 @@ _NUM_PAGES = 4  # rendered at a time
 _PAGES_OF_A_BROWSER = 5_000  # then it is started anew
 _SECONDS_TO_START = 60.0
 _SECONDS_TO_CLOSE = 10.0
+_MOST_ERRORS, _MOST_CHARACTERS = 16, 500  # of a page's scripts that are kept
 
 
 class BrowserError(Exception):
@@ -224,7 +225,7 @@ class _Life:
             )
             page = await context.new_page()
             errors: list[str] = []
-            page.on("pageerror", lambda error: errors.append(str(error)))
+            page.on("pageerror", lambda error: _keep(errors, error))
             await self.bounded(page.goto(site_lib.ORIGIN + path), seconds)
         except BaseException:
             await self.discard(context)
@@ -340,6 +341,12 @@ class _Life:
 def _is_crash(error: Exception) -> bool:
     """Returns whether a page's own process has ended."""
     return "crashed" in str(error)
+
+
+def _keep(errors: list[str], error: Exception) -> None:
+    """Keeps the first errors of a page's scripts, cut: a page makes any number."""
+    if len(errors) < _MOST_ERRORS:
+        errors.append(str(error)[:_MOST_CHARACTERS])
 
 
 def _is_closed(error: Exception) -> bool:

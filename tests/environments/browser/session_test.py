@@ -98,6 +98,14 @@ class BrowserTest(parameterized.TestCase):
 
         self.assertEqual(asyncio.run(play()), ("second", ["nothing is not defined"]))
 
+    def test_the_first_errors_of_scripts_are_kept(self):
+        errors = []
+        for i in range(100):
+            session_lib._keep(errors, ValueError(f"{i} {'x' * 10_000}"))
+        self.assertLen(errors, 16)
+        self.assertStartsWith(errors[-1], "15 xxx")
+        self.assertEqual({len(error) for error in errors}, {500})
+
     def test_a_page_that_hangs_is_told_from_those_beside_it(self):
         async def hang(page):
             await page.evaluate("while (true);")

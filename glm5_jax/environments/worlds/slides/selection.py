@@ -8,6 +8,7 @@ choose        all of it: one conversation of each brief
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 
 from glm5_jax import messages
@@ -127,8 +128,7 @@ def masked(deck: Deck, least: float) -> list[messages.Message]:
         {**message, "is_masked": True}
         if any(
             deck.scores[number] < least or last[number] != place
-            for number, _ in _pages_in(message)
-            if number in deck.scores
+            for number, _ in _pages_in(deck.history, place)
         )
         else message
         for place, message in enumerate(deck.history)
@@ -139,19 +139,22 @@ def _written(history: Sequence[messages.Message]) -> dict[int, tuple[int, str]]:
     """Returns by page the place of the message that wrote it last, and its HTML."""
     return {
         number: (place, html)
-        for place, message in enumerate(history)
-        for number, html in _pages_in(message)
+        for place in range(len(history))
+        for number, html in _pages_in(history, place)
     }
 
 
-def _pages_in(message: messages.Message) -> list[tuple[int, str]]:
-    """Returns number and HTML of the pages that a turn writes."""
-    found = []
-    for call in message.get("tool_calls") or ():
+def _pages_in(history: Sequence[messages.Message], place: int) -> list[tuple[int, str]]:
+    """Returns number and HTML of the pages that a turn writes, without refused ones."""
+    calls, found = history[place].get("tool_calls") or (), []
+    told = itertools.takewhile(lambda m: m["role"] == "tool", history[place + 1 :])
+    for call, result in itertools.zip_longest(calls, (m["content"] for m in told)):
         try:
             name, arguments = tool_calls.read(call, world.SCHEMAS)
         except tool_calls.CallError:
             continue  # it wrote nothing
-        if name == "write":
+        if name != "write":
+            continue
+        if result in (None, world.WROTE.format(arguments["page"])):
             found.append((arguments["page"], arguments["html"]))
     return found
