@@ -50,6 +50,12 @@
     chains.set(e, found);
     return found;
   };
+  // Rules that may load, move or show something later; those in others, too.
+  const ALLOWED = ['CSSStyleRule', 'CSSMediaRule', 'CSSSupportsRule',
+    'CSSNestedDeclarations', 'CSSPageRule'];
+  const refused = parent => [...parent.cssRules].flatMap(rule =>
+    !ALLOWED.includes(rule.constructor.name) ? [rule.cssText.match(/^@[\w-]*|/)[0]] :
+      rule.cssRules && rule.constructor.name !== 'CSSPageRule' ? refused(rule) : []);
   const isBlock = e => !['inline', 'contents'].includes(styleOf(e).display);
   const blocks = [], ids = new Map();
   const blockOf = e => {
@@ -117,8 +123,7 @@
       box: box(e.getBoundingClientRect()), natural: [e.naturalWidth, e.naturalHeight],
       fit: styleOf(e).objectFit, around: chain(e)})),
     tags: [...new Set(everything.map(e => e.tagName.toLowerCase()))],
-    rules: [...document.styleSheets].flatMap(sheet => [...sheet.cssRules].map(
-      rule => rule.constructor.name)),
+    refused: [...new Set([...document.styleSheets].flatMap(refused))],
     backgrounds: everything.some(e => /url\(/.test(styleOf(e).backgroundImage)),
   };
 }

@@ -85,6 +85,8 @@ def _excess(layout: Mapping[str, Any]) -> tuple[str, ...]:
     """
     if problem := layout.get("problem"):
         return (problem,)
+    if refused := layout["refused"]:
+        return tuple(f"a style has {rule}, which is forbidden" for rule in refused)
     boxes = [box for word in layout["words"] for box in word["rects"]]
     boxes += [image["box"] for image in layout["images"]]
     if len(boxes) > MOST_BOXES:

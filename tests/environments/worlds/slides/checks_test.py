@@ -180,6 +180,18 @@ class JudgeTest(parameterized.TestCase):
         self.assertEqual(found.score, 0.0)
         self.assertIn(gate, found.failed)
 
+    @parameterized.parameters(
+        ("@page { size: 1280px 720px; margin: 0 }", ()),
+        ("p { @media print { & { color: red } } }", ()),
+        ("@container (min-width: 1px) { p { color: red } }", ("@container",)),
+        ("@media all { p { @starting-style { top: 0 } } }", ("@starting-style",)),
+    )
+    def test_a_rule_that_is_forbidden_is_told(self, rule, refused):
+        found = self.judge(SOUND.replace("</style>", f"{rule}\n</style>"))
+        told = tuple(f"a style has {name}, which is forbidden" for name in refused)
+        self.assertEqual(found.problems, told)
+        self.assertEqual(found.score, 0.0 if refused else 1.0)
+
     def test_faults_cost_their_weight(self):
         total = sum(rule.weight for rule in checks.RULES.values())
         found = self.judge(SOUND.replace("#222", "#a5a5a5"))
@@ -243,7 +255,7 @@ class BoundsTest(parameterized.TestCase):
         picture = io.BytesIO()
         Image.new("RGB", (1280, 720)).save(picture, "PNG")
         words = [{"rects": [box] * (count - 1)}]
-        layout = {"words": words, "images": [{"box": box}]}
+        layout = {"refused": [], "words": words, "images": [{"box": box}]}
         found = layout, picture.getvalue(), picture.getvalue()
         renderer = mock.Mock(run=mock.AsyncMock(return_value=found))
         facts = asyncio.run(measure_lib.measure(renderer, SOUND, IMAGES))
