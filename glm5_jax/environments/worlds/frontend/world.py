@@ -144,10 +144,15 @@ class Episode:
     async def _use(self, name: str, arguments: Mapping[str, Any]) -> str:
         if name == "build":
             return (await build.build(self._files)).log
-        path = arguments["path"].removeprefix("./")
+        made, path = self._task(), arguments["path"].removeprefix("./")
         parts = path.split("/")
         if {"", ".", ".."} & {*parts} or parts[0] in build.FOLDERS:
             raise tool_calls.CallError(f"{path!r} cannot be written.")
+        if made.framework and not _is_free(path, frameworks.ALL[made.framework]):
+            raise tool_calls.CallError(
+                f"{path!r} cannot be written: the files of the beginning stay, others "
+                "lie in src/ or public/."
+            )
         others = [old for at, old in self._files.items() if at != path]
         texts = [*others, arguments["content"]]
         if sum(len(text.encode()) for text in texts) > _MOST_BYTES:
@@ -175,6 +180,17 @@ class Episode:
         reward = protocol.Reward(float(all(passed.values())), parts)
         info["failed"] = [name for name, is_good in passed.items() if not is_good]
         return protocol.StepResult((), reward, not is_cut, is_cut, info)
+
+
+def _is_free(path: str, framework: frameworks.Framework) -> bool:
+    """Returns whether a file of a project is the agent's.
+
+    Others decide how it is built and mounted, also settings of npm and packages that
+    lie beside a module.
+    """
+    first, *rest = path.split("/")
+    is_inside = first in ("src", "public") and build.FOLDERS[0] not in rest
+    return is_inside and path not in framework.files()
 
 
 def _families(name: str) -> Sequence[str]:

@@ -122,6 +122,17 @@ class BuildTest(parameterized.TestCase):
         self.assertFalse(builds)
         self.assertLen(failing, len(made.items))
 
+    @parameterized.parameters(
+        *("package.json", "index.html", "./src/main.jsx", ".npmrc"),
+        *("postcss.config.js", "src/node_modules/react-dom/client.js"),
+    )
+    def test_what_builds_and_mounts_a_project_cannot_be_written(self, path):
+        """A page of plain scripts counted as one of React."""
+        task = self.world.task("train", 0, 0)
+        write = tool_calls.turn("write", path=path, content="1")
+        (refused,) = episodes.play(self.world, task, write)
+        self.assertIn("cannot be written", _said(refused))
+
     def test_what_is_not_built_earns_nothing_and_is_said(self):
         task = self.world.task("train", 0, 0)
         component = frameworks.ALL["react"].component
