@@ -124,7 +124,7 @@ class _Life:
         self._starting = asyncio.Lock()
         self._gate = asyncio.Semaphore(_NUM_PAGES)
         self._idle: list[tuple[Any, dict[str, Any]]] = []
-        self._num_pages = 0
+        self._num_pages = self._num_lent = 0
 
     async def call(self, work: Callable[[], Awaitable[_T]]) -> _T:
         """Runs a coroutine in the browser's loop."""
@@ -158,10 +158,17 @@ class _Life:
             return await work(page)
 
         shown["site"] = site
-        found = await self.bounded(load(), seconds)
+        self._num_lent += 1
+        try:
+            found = await self.bounded(load(), seconds)
+        except BaseException:
+            await self.discard(page.context)
+            raise
+        finally:
+            self._num_lent -= 1
         self._idle.append((page, shown))
         self._num_pages += 1
-        if self._num_pages >= _PAGES_OF_A_BROWSER and len(self._idle) == _NUM_PAGES:
+        if self._num_pages >= _PAGES_OF_A_BROWSER and not self._num_lent:
             await self._kill()
         return found
 
