@@ -293,6 +293,8 @@ def for_corpus(data: config.DataConfig, texts: Sequence[str]) -> Tokenizer:
     key = hashlib.sha256(f"{data.bpe_vocab_size} {_WORDS}{chat}".encode())
     for text in sample:
         key.update(hashlib.sha256(text.encode()).digest())
+    if "/nothink" in chat and any("/nothink" in text for text in sample):
+        key.update(b"cut")  # those of earlier versions are faulty
     folder = pathlib.Path(data.cache_dir).expanduser()
 
     def make() -> Tokenizer:

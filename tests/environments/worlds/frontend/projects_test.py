@@ -123,8 +123,12 @@ class BuildTest(parameterized.TestCase):
         self.assertLen(failing, len(made.items))
 
     @parameterized.parameters(
-        *("package.json", "index.html", "./src/main.jsx", ".npmrc"),
-        *("postcss.config.js", "src/node_modules/react-dom/client.js"),
+        "package.json",
+        "index.html",
+        "./src/main.jsx",
+        ".npmrc",
+        "postcss.config.js",
+        "src/node_modules/react-dom/client.js",
     )
     def test_what_builds_and_mounts_a_project_cannot_be_written(self, path):
         """A page of plain scripts counted as one of React."""
