@@ -145,8 +145,7 @@ class _Life:
                 except async_api.Error as error:
                     if is_last:
                         raise _told(error) from error
-                    if not await self._is_alive():
-                        await self._kill()
+                    await self._end_if_dead()
         raise AssertionError("one of two turns returns or raises")
 
     async def _render(self, site: site_lib.Site, work: Work[_T], seconds: float) -> _T:
@@ -188,7 +187,7 @@ class _Life:
             if page.viewport_size != size:
                 await page.set_viewport_size(size)
             if not same:
-                await _move(page, shown, site)
+                await site_lib.move(page, shown, site)
             return page, shown
         browser = await self._started()
         context = await browser.new_context(viewport=size, java_script_enabled=False)
@@ -196,7 +195,7 @@ class _Life:
 
         async def serve(route: Any) -> None:
             if not route.request.is_navigation_request():
-                await _serve(route, shown["site"], shown["address"])
+                await site_lib.serve(route, shown["site"], shown["address"])
             elif route.request.url == shown["to"]:
                 await route.fulfill(body="", content_type="text/html")
             else:
@@ -204,7 +203,7 @@ class _Life:
 
         await context.route("**/*", serve)
         page = await context.new_page()
-        await _move(page, shown, site)
+        await site_lib.move(page, shown, site)
         return page, shown
 
     async def open(
@@ -218,6 +217,7 @@ class _Life:
             except async_api.Error as error:
                 if is_last:
                     raise _told(error) from error
+                await self._end_if_dead()
         raise AssertionError("one of two turns returns or raises")
 
     async def _open(
@@ -228,7 +228,7 @@ class _Life:
         context = await browser.new_context(viewport=size, accept_downloads=False)
         try:
             await context.route(
-                "**/*", lambda route: _serve(route, site, site_lib.ORIGIN)
+                "**/*", lambda route: site_lib.serve(route, site, site_lib.ORIGIN)
             )
             page = await context.new_page()
             errors: list[str] = []
@@ -284,23 +284,51 @@ class _Life:
                 return self._chromium
             self._idle.clear()
             self._num_pages = 0
-            if self._driver is None:
-                self._driver = await async_api.async_playwright().start()
-                self._watching = asyncio.create_task(memory.watch())
-            program, *words = chromium.command()
             try:
-                self._chromium = await self._driver.chromium.launch(
-                    executable_path=shutil.which(program),
-                    args=words,
-                    ignore_default_args=True,
-                    timeout=_SECONDS_TO_START * 1000,
-                )
+                try:
+                    self._chromium = await self._launched()
+                except async_api.Error as error:
+                    if not _is_closed(error):
+                        raise
+                    await self._stop_driver()  # it has died, as by a lack of memory
+                    self._chromium = await self._launched()
             except async_api.Error as error:
                 raise BrowserError(f"Chromium did not start: {error}") from error
             return self._chromium
 
+    async def _launched(self) -> Any:
+        """Starts a Chromium, and the driver if there is none."""
+        from playwright import async_api
+
+        if self._driver is None:
+            self._driver = await async_api.async_playwright().start()
+            self._watching = asyncio.create_task(memory.watch())
+        program, *words = chromium.command()
+        return await self._driver.chromium.launch(
+            executable_path=shutil.which(program),
+            args=words,
+            ignore_default_args=True,
+            timeout=_SECONDS_TO_START * 1000,
+        )
+
     async def _is_alive(self) -> bool:
-        return self._chromium is not None and self._chromium.is_connected()
+        """Returns whether Chromium answers, which it does through the driver."""
+        from playwright import async_api
+
+        if self._chromium is None or not self._chromium.is_connected():
+            return False
+        try:
+            async with asyncio.timeout(_SECONDS_TO_CLOSE):
+                await (await self._chromium.new_browser_cdp_session()).detach()
+        except (TimeoutError, async_api.Error):
+            return False
+        return True
+
+    async def _end_if_dead(self) -> None:
+        asked = self._chromium
+        is_alive = await self._is_alive()
+        if not is_alive and asked is self._chromium:  # else another has been started
+            await self._kill()
 
     async def _kill(self) -> None:
         """Ends Chromium; the next page starts another."""
@@ -338,11 +366,16 @@ class _Life:
 
     async def _stop(self) -> None:
         await self._kill()
+        await self._stop_driver()
+
+    async def _stop_driver(self) -> None:
         driver, self._driver = self._driver, None
         if self._watching is not None:
             self._watching.cancel()
         if driver is not None:
-            await driver.stop()
+            with contextlib.suppress(Exception):  # whatever it was, it is gone
+                async with asyncio.timeout(_SECONDS_TO_CLOSE):
+                    await driver.stop()
 
 
 def _is_crash(error: Exception) -> bool:
@@ -366,25 +399,3 @@ def _told(error: Exception) -> Exception:
     if _is_crash(error):
         return SlowPageError("the page crashed, or took too much memory")
     return BrowserError(str(error))
-
-
-async def _move(page: Any, shown: dict[str, Any], site: site_lib.Site) -> None:
-    """Goes to the address of a site; until the next move the page leaves it for none.
-
-    Args:
-        page: of playwright.
-        shown: what its routes know: the site, its address, and where it may go.
-        site: the next one.
-    """
-    shown |= {"site": site, "address": site.address, "to": site.address}
-    await page.goto(site.address)
-    shown["to"] = ""
-
-
-async def _serve(route: Any, site: site_lib.Site, address: str) -> None:
-    """Answers a request with the site's file, and refuses all others."""
-    found = site.find(route.request.url, address)
-    if found is None:
-        await route.abort()
-    else:
-        await route.fulfill(body=found[0], content_type=found[1])
