@@ -116,6 +116,22 @@ async def answer(
     return tuple(results), False
 
 
+def taken(
+    message: messages.Message, schemas: Sequence[Mapping[str, Any]]
+) -> list[tuple[str, Mapping[str, Any]]]:
+    """Returns names and arguments of the calls that `answer` runs for a turn."""
+    found = []
+    for call in (message.get("tool_calls") or ())[:_MAX_CALLS]:
+        try:
+            name, arguments = read(call, schemas)
+        except CallError:
+            continue
+        if name == SUBMIT:
+            break
+        found.append((name, arguments))
+    return found
+
+
 def _is_text(value: str) -> bool:
     """Returns whether a text can be written to a file and given to a program."""
     try:

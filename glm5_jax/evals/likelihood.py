@@ -30,8 +30,7 @@ def of_pairs(
         memory for all logits.
 
     Raises:
-      InputError: a pair has more tokens than the model has positions, or the model's
-        log-probs are not finite.
+      InputError: a pair has more tokens than the model has positions.
     """
     longest = max(len(a) + len(b) for a, b in pairs)
     scoring.require_positions(longest, subject.config)
@@ -52,7 +51,6 @@ def of_pairs(
         logits = np.empty((*shape, subject.config.vocab_size), np.float32)
     nll = scoring.score(subject.params, subject.config, rows, logits)
     values = (-(nll * mask).astype(np.float64).sum(axis=1)).tolist()
-    record.require_finite(values)
     if logits is None:
         return [Likelihood(value, None) for value in values]
     is_right = (logits.argmax(axis=-1) == rows["targets"]) | (mask == 0)

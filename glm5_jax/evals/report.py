@@ -47,7 +47,7 @@ def summarize(
         if not any(weights):
             logging.warning("%s has nothing to measure for %s.", suite.name, name)
             continue
-        if suite.is_share:
+        if suite.is_share and math.isfinite(sum(sums)):
             figures[name] = intervals.proportion_interval(int(sum(sums)), len(sums))
         else:
             figures[name] = intervals.ratio_interval(sums, weights)

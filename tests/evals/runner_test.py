@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import pathlib
 from unittest import mock
 
@@ -53,6 +54,17 @@ class RunTest(runs.FolderTest):
         self.assertEqual(
             [row.split(" | ")[0] for row in rows], ["| needle", "| recall"]
         )
+
+    def test_a_figure_that_is_not_finite_is_not_stored(self):
+        def generated(subject, tasks, score):
+            for number, _ in tasks:
+                yield number, record.Answer({"accuracy": (math.nan, 1.0)})
+
+        with (
+            mock.patch.object(answering, "generated", generated),
+            self.assertRaisesRegex(config_lib.InputError, "training has diverged"),
+        ):
+            self.run_suite(num_tasks=4, out=self.root / "diverged")
 
     def test_a_rerun_asks_only_what_is_missing(self):
         asked = []

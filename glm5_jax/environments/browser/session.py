@@ -23,8 +23,7 @@ _T = TypeVar("_T")
 Work = Callable[[Any], Awaitable[_T]]  # takes a page of playwright
 _NUM_PAGES = 4  # rendered at a time
 _PAGES_OF_A_BROWSER = 5_000  # then it is started anew
-_SECONDS_TO_START = 60.0
-_SECONDS_TO_CLOSE = 10.0
+_SECONDS_TO_START, _SECONDS_TO_CLOSE = 60.0, 10.0
 _MOST_ERRORS, _MOST_CHARACTERS = 16, 500  # of a page's scripts that are kept
 
 

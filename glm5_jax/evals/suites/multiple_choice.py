@@ -6,6 +6,7 @@ the text with the highest log-likelihood after the question: of the whole text i
 """
 
 import json
+import math
 import pathlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -89,8 +90,9 @@ def _answer(
         likelihoods = iter(likelihood.of_pairs(subject, pairs))
         for number, question in part:
             own = np.array([next(likelihoods).value for _ in question.choices])
+            of_none = 0.0 if np.isfinite(own).all() else math.nan  # it has diverged
             figures = {
-                name: (float(np.argmax(values) == question.answer), 1.0)
+                name: (float(np.argmax(values) == question.answer) + of_none, 1.0)
                 for name, values in (
                     ("accuracy", own),
                     ("accuracy_per_byte", own / np.array(question.sizes)),

@@ -2,14 +2,16 @@
 
 import collections
 import json
+import math
 import pathlib
 import re
+from unittest import mock
 
 import numpy as np
 from absl.testing import absltest, parameterized
 
 from glm5_jax import config as config_lib
-from glm5_jax.evals import answering, catalogue, haystack, record
+from glm5_jax.evals import answering, catalogue, haystack, likelihood, record, report
 from glm5_jax.evals.suites import counting, mrcr, needle, sources, tracing
 from tests import environment
 from tests.evals import subjects
@@ -228,6 +230,16 @@ class MultipleChoiceTest(absltest.TestCase):
         found = [answers[i].figures["accuracy"][0] for i in range(2)]
         self.assertEqual(found, [0.0, 1.0])
         np.testing.assert_array_equal(tasks[0].sizes, [6, 4, 9])
+
+    def test_a_model_without_finite_logits_has_no_accuracy(self):
+        setting = self.write({"question": "a", "choices": ["b", "c"], "answer": 0})
+        tasks = self.suite.tasks(setting, SUBJECT)
+        found = iter([likelihood.Likelihood(math.nan, None)] * 2)
+        with mock.patch.object(likelihood, "of_pairs", return_value=found):
+            answers = dict(self.suite.answer(SUBJECT, setting, [*enumerate(tasks)]))
+        result = report.summarize(self.suite, setting, [answers[0]])
+        for name in ("accuracy", "accuracy_per_byte"):
+            self.assertTrue(math.isnan(result.figures[name].mean), name)
 
     def test_a_line_ends_at_a_line_feed_alone(self):
         choices = ["b\u2028c", "d\x85e"]

@@ -8,12 +8,11 @@ choose        all of it: one conversation of each brief
 """
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 
 from glm5_jax import messages
 from glm5_jax.environments import tool_calls
-from glm5_jax.environments.worlds.slides import world
+from glm5_jax.environments.worlds.slides import markup, world
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +60,7 @@ def best_pages(decks: Sequence[Deck], least: float) -> dict[int, str]:
     """
     best: dict[int, tuple[float, str]] = {}
     for deck in decks:
-        for number, (_, html) in _written(deck.history).items():
+        for number, (_, html) in _written(deck).items():
             score = deck.scores[number]
             if score >= least and score > best.get(number, (-1.0, ""))[0]:
                 best[number] = (score, html)
@@ -123,38 +122,37 @@ def masked(deck: Deck, least: float) -> list[messages.Message]:
         deck: whose history is copied.
         least: score that a page must have.
     """
-    last = {number: place for number, (place, _) in _written(deck.history).items()}
+    last = {number: place for number, (place, _) in _written(deck).items()}
     return [
         {**message, "is_masked": True}
         if any(
             deck.scores[number] < least or last[number] != place
-            for number, _ in _pages_in(deck.history, place)
+            for number, _ in _pages_in(message, deck)
         )
         else message
         for place, message in enumerate(deck.history)
     ]
 
 
-def _written(history: Sequence[messages.Message]) -> dict[int, tuple[int, str]]:
+def _written(deck: Deck) -> dict[int, tuple[int, str]]:
     """Returns by page the place of the message that wrote it last, and its HTML."""
     return {
         number: (place, html)
-        for place in range(len(history))
-        for number, html in _pages_in(history, place)
+        for place, message in enumerate(deck.history)
+        for number, html in _pages_in(message, deck)
     }
 
 
-def _pages_in(history: Sequence[messages.Message], place: int) -> list[tuple[int, str]]:
-    """Returns number and HTML of the pages that a turn writes, without refused ones."""
-    calls, found = history[place].get("tool_calls") or (), []
-    told = itertools.takewhile(lambda m: m["role"] == "tool", history[place + 1 :])
-    for call, result in itertools.zip_longest(calls, (m["content"] for m in told)):
-        try:
-            name, arguments = tool_calls.read(call, world.SCHEMAS)
-        except tool_calls.CallError:
-            continue  # it wrote nothing
-        if name != "write":
-            continue
-        if result in (None, world.WROTE.format(arguments["page"])):
-            found.append((arguments["page"], arguments["html"]))
-    return found
+def _pages_in(message: messages.Message, deck: Deck) -> list[tuple[int, str]]:
+    """Returns number and HTML of the pages that a turn wrote.
+
+    The answers would tell, but an episode's last turn has none.
+    """
+    calls = tool_calls.taken(message, world.SCHEMAS)
+    return [
+        (a["page"], a["html"])
+        for name, a in calls
+        if name == "write"
+        and a["page"] in deck.scores
+        and len(a["html"]) <= markup.MOST_CHARACTERS
+    ]

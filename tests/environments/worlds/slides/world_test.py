@@ -111,19 +111,15 @@ class SelectionTest(parameterized.TestCase):
         self.assertEqual(kept, [best, other])
         self.assertEqual(selection.keep_best([long, one], least=0.5), [one])
 
-    def test_what_the_world_refused_is_not_trained(self):
-        calls = [write(1, "good"), write(1, "x" * 40_001), write(3, "beyond")]
-        told = [
-            world.WROTE.format(1),
-            "Error: too long",
-            "Error: pages 1 to 2",
-        ]
-        results = [{"role": "tool", "content": text} for text in told]
-        turns = [m for pair in zip(calls, results, strict=True) for m in pair]
-        deck = self.deck(*turns, p1=1.0, p2=0.0)
-        self.assertEqual(selection.best_pages([deck], least=0.5), {1: "good"})
-        found = selection.masked(deck, least=0.5)
-        self.assertFalse(any(message.get("is_masked") for message in found))
+    def test_pages_that_the_world_refused_count_for_nothing(self):
+        late = {"tool_calls": [*SUBMIT["tool_calls"], *write(1, "z")["tool_calls"]]}
+        ninth = {"tool_calls": write(1, "i")["tool_calls"] * 9}
+        ninth["tool_calls"][8] = write(1, "x")["tool_calls"][0]
+        long, beyond = write(1, "X" * 40_001), write(3, "c")
+        deck = self.deck(write(2, "b"), ninth, long, beyond, late, p1=0.9, p2=0.9)
+        self.assertEqual(selection.best_pages([deck], 0.5), {1: "i", 2: "b"})
+        shown = selection.masked(deck, 0.5)
+        self.assertFalse([m for m in shown[:2] if m.get("is_masked")])
 
     def test_the_best_pages_of_several_decks_are_found(self):
         decks = [
