@@ -9,7 +9,6 @@ import functools
 import operator
 
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, UInt8
@@ -37,7 +36,7 @@ def places(form: latent_rows.Form, width: int) -> Float[np.ndarray, "rest planes
     The word of a number that was not rounded is that of float32; its lane is its place
     among them. Those of the scales follow.
     """
-    rest = np.zeros((width - form.latent, PLANES, LANES), ml_dtypes.bfloat16)
+    rest = np.zeros((width - form.latent, PLANES, LANES), jnp.bfloat16)
     size = jnp.dtype(form.dtype).itemsize
     scales, kept = np.arange(form.num_tiles), np.arange(form.kept)
     for j in range(PLANES):

@@ -23,7 +23,8 @@ _T = TypeVar("_T")
 Work = Callable[[Any], Awaitable[_T]]  # takes a page of playwright
 _NUM_PAGES = 4  # rendered at a time
 _PAGES_OF_A_BROWSER = 5_000  # then it is started anew
-_SECONDS_TO_START, _SECONDS_TO_CLOSE = 60.0, 10.0
+_SECONDS_TO_START = 60.0
+_SECONDS_TO_CLOSE = 10.0
 _MOST_ERRORS, _MOST_CHARACTERS = 16, 500  # of a page's scripts that are kept
 
 
@@ -123,7 +124,7 @@ class _Life:
         self._starting = asyncio.Lock()
         self._gate = asyncio.Semaphore(_NUM_PAGES)
         self._idle: list[tuple[Any, dict[str, Any]]] = []
-        self._num_pages = self._num_lent = 0
+        self._num_pages = 0
 
     async def call(self, work: Callable[[], Awaitable[_T]]) -> _T:
         """Runs a coroutine in the browser's loop."""
@@ -144,7 +145,8 @@ class _Life:
                 except async_api.Error as error:
                     if is_last:
                         raise _told(error) from error
-                    await self._end_if_dead()
+                    if not await self._is_alive():
+                        await self._kill()
         raise AssertionError("one of two turns returns or raises")
 
     async def _render(self, site: site_lib.Site, work: Work[_T], seconds: float) -> _T:
@@ -156,17 +158,10 @@ class _Life:
             return await work(page)
 
         shown["site"] = site
-        self._num_lent += 1
-        try:
-            found = await self.bounded(load(), seconds)
-        except BaseException:
-            await self.discard(page.context)
-            raise
-        finally:
-            self._num_lent -= 1
+        found = await self.bounded(load(), seconds)
         self._idle.append((page, shown))
         self._num_pages += 1
-        if self._num_pages >= _PAGES_OF_A_BROWSER and not self._num_lent:
+        if self._num_pages >= _PAGES_OF_A_BROWSER and len(self._idle) == _NUM_PAGES:
             await self._kill()
         return found
 
@@ -186,7 +181,7 @@ class _Life:
             if page.viewport_size != size:
                 await page.set_viewport_size(size)
             if not same:
-                await site_lib.move(page, shown, site)
+                await _move(page, shown, site)
             return page, shown
         browser = await self._started()
         context = await browser.new_context(viewport=size, java_script_enabled=False)
@@ -194,7 +189,7 @@ class _Life:
 
         async def serve(route: Any) -> None:
             if not route.request.is_navigation_request():
-                await site_lib.serve(route, shown["site"], shown["address"])
+                await _serve(route, shown["site"], shown["address"])
             elif route.request.url == shown["to"]:
                 await route.fulfill(body="", content_type="text/html")
             else:
@@ -202,7 +197,7 @@ class _Life:
 
         await context.route("**/*", serve)
         page = await context.new_page()
-        await site_lib.move(page, shown, site)
+        await _move(page, shown, site)
         return page, shown
 
     async def open(
@@ -216,7 +211,6 @@ class _Life:
             except async_api.Error as error:
                 if is_last:
                     raise _told(error) from error
-                await self._end_if_dead()
         raise AssertionError("one of two turns returns or raises")
 
     async def _open(
@@ -227,7 +221,7 @@ class _Life:
         context = await browser.new_context(viewport=size, accept_downloads=False)
         try:
             await context.route(
-                "**/*", lambda route: site_lib.serve(route, site, site_lib.ORIGIN)
+                "**/*", lambda route: _serve(route, site, site_lib.ORIGIN)
             )
             page = await context.new_page()
             errors: list[str] = []
@@ -283,51 +277,23 @@ class _Life:
                 return self._chromium
             self._idle.clear()
             self._num_pages = 0
+            if self._driver is None:
+                self._driver = await async_api.async_playwright().start()
+                self._watching = asyncio.create_task(memory.watch())
+            program, *words = chromium.command()
             try:
-                try:
-                    self._chromium = await self._launched()
-                except async_api.Error as error:
-                    if not _is_closed(error):
-                        raise
-                    await self._stop_driver()  # it has died, as by a lack of memory
-                    self._chromium = await self._launched()
+                self._chromium = await self._driver.chromium.launch(
+                    executable_path=shutil.which(program),
+                    args=words,
+                    ignore_default_args=True,
+                    timeout=_SECONDS_TO_START * 1000,
+                )
             except async_api.Error as error:
                 raise BrowserError(f"Chromium did not start: {error}") from error
             return self._chromium
 
-    async def _launched(self) -> Any:
-        """Starts a Chromium, and the driver if there is none."""
-        from playwright import async_api
-
-        if self._driver is None:
-            self._driver = await async_api.async_playwright().start()
-            self._watching = asyncio.create_task(memory.watch())
-        program, *words = chromium.command()
-        return await self._driver.chromium.launch(
-            executable_path=shutil.which(program),
-            args=words,
-            ignore_default_args=True,
-            timeout=_SECONDS_TO_START * 1000,
-        )
-
     async def _is_alive(self) -> bool:
-        """Returns whether Chromium answers, which it does through the driver."""
-        from playwright import async_api
-
-        if self._chromium is None or not self._chromium.is_connected():
-            return False
-        try:
-            async with asyncio.timeout(_SECONDS_TO_CLOSE):
-                await (await self._chromium.new_browser_cdp_session()).detach()
-        except (TimeoutError, async_api.Error):
-            return False
-        return True
-
-    async def _end_if_dead(self) -> None:
-        asked = self._chromium
-        is_alive = await self._is_alive()
-        if not is_alive and asked is self._chromium:  # else another has been started
-            await self._kill()
+        return self._chromium is not None and self._chromium.is_connected()
 
     async def _kill(self) -> None:
         """Ends Chromium; the next page starts another."""
@@ -365,16 +331,11 @@ class _Life:
 
     async def _stop(self) -> None:
         await self._kill()
-        await self._stop_driver()
-
-    async def _stop_driver(self) -> None:
         driver, self._driver = self._driver, None
         if self._watching is not None:
             self._watching.cancel()
         if driver is not None:
-            with contextlib.suppress(Exception):  # whatever it was, it is gone
-                async with asyncio.timeout(_SECONDS_TO_CLOSE):
-                    await driver.stop()
+            await driver.stop()
 
 
 def _is_crash(error: Exception) -> bool:
@@ -398,3 +359,25 @@ def _told(error: Exception) -> Exception:
     if _is_crash(error):
         return SlowPageError("the page crashed, or took too much memory")
     return BrowserError(str(error))
+
+
+async def _move(page: Any, shown: dict[str, Any], site: site_lib.Site) -> None:
+    """Goes to the address of a site; until the next move the page leaves it for none.
+
+    Args:
+        page: of playwright.
+        shown: what its routes know: the site, its address, and where it may go.
+        site: the next one.
+    """
+    shown |= {"site": site, "address": site.address, "to": site.address}
+    await page.goto(site.address)
+    shown["to"] = ""
+
+
+async def _serve(route: Any, site: site_lib.Site, address: str) -> None:
+    """Answers a request with the site's file, and refuses all others."""
+    found = site.find(route.request.url, address)
+    if found is None:
+        await route.abort()
+    else:
+        await route.fulfill(body=found[0], content_type=found[1])

@@ -5,7 +5,6 @@ import hashlib
 import mimetypes
 import urllib.parse
 from collections.abc import Mapping
-from typing import Any
 
 ORIGIN = "http://site.test/"  # a name that no network has
 
@@ -45,25 +44,3 @@ class Site:
         if kind.startswith("text/") or kind.endswith("javascript"):
             kind += "; charset=utf-8"
         return self.files[path], kind
-
-
-async def move(page: Any, shown: dict[str, Any], site: Site) -> None:
-    """Goes to the address of a site; until the next move the page leaves it for none.
-
-    Args:
-        page: of playwright.
-        shown: what its routes know: the site, its address, and where it may go.
-        site: the next one.
-    """
-    shown |= {"site": site, "address": site.address, "to": site.address}
-    await page.goto(site.address)
-    shown["to"] = ""
-
-
-async def serve(route: Any, site: Site, address: str) -> None:
-    """Answers a request with the site's file, and refuses all others."""
-    found = site.find(route.request.url, address)
-    if found is None:
-        await route.abort()
-    else:
-        await route.fulfill(body=found[0], content_type=found[1])

@@ -6,7 +6,6 @@ import importlib.util
 import os
 import pathlib
 import shutil
-import signal
 import unittest
 from unittest import mock
 
@@ -122,52 +121,6 @@ class BrowserTest(parameterized.TestCase):
         slow, *good = asyncio.run(play())
         self.assertIsInstance(slow, browser.SlowPageError)
         self.assertEqual(good, ["first", "first"])
-
-    def test_a_page_that_does_not_end_well_is_closed(self):
-        async def fail(page):
-            raise ValueError
-
-        async def count():
-            return len(self.browser._life._chromium.contexts)
-
-        async def play():
-            await self.browser.run(site(""), lambda page: page.title(), 20.0)
-            before = await self.browser._life.call(count)
-            for _ in range(2):
-                with self.assertRaises(ValueError):
-                    await self.browser.run(site(""), fail, 20.0)
-            slow = self.browser.run(site(""), lambda page: asyncio.sleep(1000), 2000.0)
-            with self.assertRaises(TimeoutError):
-                await asyncio.wait_for(slow, 0.5)
-            while await self.browser._life.call(count) > before:
-                await asyncio.sleep(0.05)
-
-        asyncio.run(asyncio.wait_for(play(), 20.0))
-
-    def test_a_browser_of_one_page_at_a_time_ends_after_many(self):
-        async def chromium_of(page):
-            return page.context.browser
-
-        async def play():
-            return [
-                await self.browser.run(site(""), chromium_of, 20.0) for _ in range(3)
-            ]
-
-        self.browser.close()
-        with mock.patch.object(session_lib, "_PAGES_OF_A_BROWSER", 2):
-            first, second, third = asyncio.run(play())
-        self.assertIs(first, second)
-        self.assertIsNot(second, third)
-
-    def test_it_comes_back_after_the_death_of_its_driver(self):
-        own = browser.Browser()
-        self.addCleanup(own.close)
-        before = set(processes.children(os.getpid()))
-        self.assertEqual(asyncio.run(own.open(site(""))).errors, [])
-        (driver,) = set(processes.children(os.getpid())) - before
-        os.kill(driver, signal.SIGKILL)
-        title = own.run(site(""), lambda page: page.title(), 20.0)
-        self.assertEqual(asyncio.run(asyncio.wait_for(title, 60.0)), "first")
 
     def test_two_pages_that_hang_end_one_browser(self):
         """The second one is late when another browser has been started."""
