@@ -124,9 +124,6 @@ FULL_SHARE = 0.25
 # Of the mappings of memory that Linux gives a process. A program takes about thirty,
 # and the compiler crashes where it gets none; a file has 200 programs at most.
 FULL_SHARE_OF_MAPPINGS = 0.85
-# The garbage collector's; Python's own are 700, 10 and 10. Tracing makes so many
-# objects that collecting them took a tenth of the tests' CPU time.
-GARBAGE_THRESHOLDS = 50_000, 20, 50
 FSYNC = os.fsync
 # With it XLA takes a fifth less CPU time to compile than with glibc's malloc.
 ALLOCATOR = "libjemalloc.so.2"
@@ -134,7 +131,7 @@ PRELOAD = "LD_PRELOAD"
 
 environment.configure(has_cache=False)
 typecheck.install()
-gc.set_threshold(*GARBAGE_THRESHOLDS)  # before the tests are imported
+gc.set_threshold(*environment.GARBAGE_THRESHOLDS)  # before the tests are imported
 
 
 @pytest.fixture(scope="session", autouse=True)

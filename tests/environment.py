@@ -20,6 +20,9 @@ from jax import lax
 from jax._src import core
 from jax._src.interpreters import mlir
 
+# The garbage collector's; Python's own are 700, 10 and 10. Tracing makes so many
+# objects that collecting them took a tenth of the tests' CPU time.
+GARBAGE_THRESHOLDS = 50_000, 20, 50
 CACHE_DIR = pathlib.Path(__file__).parent.parent / ".cache" / "jax"
 VARIABLES = {
     "JAX_PLATFORMS": "cpu",

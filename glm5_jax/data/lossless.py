@@ -7,7 +7,7 @@ for every byte, and one token for every id.
 
 import collections
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tokenizers
@@ -78,6 +78,27 @@ def require_declared_ids(backend: tokenizers.Tokenizer, text: str) -> None:
                 f"where another token or a gap is, and would be {got}; give each token "
                 f"an id of its own, without gaps."
             )
+
+
+def without_merges_to(
+    backend: tokenizers.Tokenizer, names: Collection[str]
+) -> tokenizers.Tokenizer:
+    """Returns a BPE in which no merge makes or takes a special token.
+
+    Training merges the letters of a text to a token that the vocabulary has already,
+    the special one too.
+
+    Args:
+        backend: the tokenizer; returned itself if it has no such merge.
+        names: its special tokens.
+    """
+    tree = json.loads(backend.to_str())
+    merges = tree["model"]["merges"]
+    kept = [(a, b) for a, b in merges if not {a, b, a + b}.intersection(names)]
+    if len(kept) == len(merges):
+        return backend
+    tree["model"]["merges"] = kept
+    return tokenizers.Tokenizer.from_str(json.dumps(tree))
 
 
 def _faults(backend: tokenizers.Tokenizer, pieces: Sequence[bytes]) -> Iterator[str]:

@@ -249,12 +249,9 @@ def train_bpe(
         special_tokens: their ids start at 0; pass SPECIAL_TOKENS for chats.
     """
     backend = tokenizers.Tokenizer(models.BPE())
-    # The one special token that is a word: a merge would give its text the token's id.
-    cut = pre_tokenizers.Split(tokenizers.Regex("/(?=nothink)"), "isolated")
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(tokenizers.Regex(_WORDS), "isolated"),
-            *([cut] if "/nothink" in special_tokens else []),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -266,7 +263,7 @@ def train_bpe(
         show_progress=sys.stderr.isatty(),
     )
     backend.train_from_iterator(texts, trainer, length=len(texts))
-    return Tokenizer(backend)
+    return Tokenizer(lossless.without_merges_to(backend, special_tokens))
 
 
 def named(name: str) -> Tokenizer:
@@ -293,8 +290,8 @@ def for_corpus(data: config.DataConfig, texts: Sequence[str]) -> Tokenizer:
     key = hashlib.sha256(f"{data.bpe_vocab_size} {_WORDS}{chat}".encode())
     for text in sample:
         key.update(hashlib.sha256(text.encode()).digest())
-    if "/nothink" in chat and any("/nothink" in text for text in sample):
-        key.update(b"cut")  # those of earlier versions are faulty
+    if any(name in text for name in special_tokens for text in sample):
+        key.update(b"no merge makes a special token")
     folder = pathlib.Path(data.cache_dir).expanduser()
 
     def make() -> Tokenizer:

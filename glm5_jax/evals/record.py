@@ -6,9 +6,8 @@ figure of the suite is the ratio of the totals, with an interval over the tasks.
 
 import dataclasses
 import hashlib
-import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -153,16 +152,3 @@ def generator(
     """Returns the random numbers of a task; those of training are others."""
     words = [zlib.crc32(text.encode()) for text in (name, purpose)]
     return np.random.default_rng([*words, setting.seed, setting.length, index])
-
-
-def require_finite(values: Iterable[float]) -> None:
-    """Checks that figures are numbers.
-
-    Raises:
-      InputError: one is not.
-    """
-    if not all(map(math.isfinite, values)):
-        raise config_lib.InputError(
-            "The model's log-probs are not finite, so nothing can be measured: its "
-            "training has diverged. Give the checkpoint of an earlier step."
-        )

@@ -12,8 +12,6 @@ from absl import logging
 from glm5_jax import files, intervals
 from glm5_jax.evals import record
 
-_ENDS = ("low", "high")  # of an interval
-
 
 @dataclasses.dataclass(frozen=True)
 class Result:
@@ -95,12 +93,13 @@ def write(folder: pathlib.Path, digest: str, results: Sequence[Result]) -> None:
 
 
 def _result(entry: dict[str, Any]) -> Result:
-    figures = {}
-    for name, interval in entry["figures"].items():
-        ends = [math.nan if interval[k] is None else interval[k] for k in _ENDS]
-        figures[name] = intervals.Interval(
-            interval["mean"], *ends, count=interval["count"]
+    known = lambda value: math.nan if value is None else value
+    figures = {
+        name: intervals.Interval(
+            known(told["mean"]), known(told["low"]), known(told["high"]), told["count"]
         )
+        for name, told in entry["figures"].items()
+    }
     return Result(entry["suite"], entry["length"], entry["seed"], figures)
 
 

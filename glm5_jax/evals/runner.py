@@ -11,8 +11,8 @@ there. A later run with the same checkpoint, suite, length and seed uses it agai
 import contextlib
 import dataclasses
 import hashlib
-import itertools
 import json
+import math
 import os
 import pathlib
 import sys
@@ -226,9 +226,9 @@ def _appending(folder: pathlib.Path, key: str) -> Iterator[Append]:
                 file.write("\n")  # ends the line of a killed run
 
             def append(task: int, answer: record.Answer) -> None:
-                record.require_finite(itertools.chain(*answer.figures.values()))
                 figures = {
-                    name: [*map(float, pair)] for name, pair in answer.figures.items()
+                    name: [_plain(x) for x in pair]
+                    for name, pair in answer.figures.items()
                 }
                 line = {"key": key, "task": task, "figures": figures}
                 file.write(json.dumps({**line, "text": answer.text}) + "\n")
@@ -241,3 +241,18 @@ def _appending(folder: pathlib.Path, key: str) -> Iterator[Append]:
             f"Answers cannot be stored in {folder}: {error}. Give another folder in "
             f"--out."
         ) from error
+
+
+def _plain(value: float) -> float:
+    """Returns a figure as JSON holds it.
+
+    Raises:
+      InputError: it is not finite.
+    """
+    number = float(value)
+    if not math.isfinite(number):
+        raise config_lib.InputError(
+            "A figure of the model's answers is not finite: its training has diverged. "
+            "Give the checkpoint of an earlier step."
+        )
+    return number

@@ -190,13 +190,13 @@ def unsupported_decode_sparse_mla(
 ) -> str | None:
     """Returns why shapes or dtypes cannot be taken."""
     del indices, page_table
-    if form is None and kv.shape[1] % GROUP:
-        return f"pages must be multiples of {GROUP} tokens, got {kv.shape[1]}"
     if form is not None:
         kv = q  # restored rows are of its type
-    return attention.unsupported_sparse_mla(q, kv, kv, scale, value_dim, True) or (
-        None if form is None else tpu_bytes.unsupported(form)
-    )
+        if (reason := tpu_bytes.unsupported(form)) is not None:
+            return reason
+    elif kv.shape[1] % GROUP:
+        return f"pages must be multiples of {GROUP} tokens, got {kv.shape[1]}"
+    return attention.unsupported_sparse_mla(q, kv, kv, scale, value_dim, True)
 
 
 def _cost(keys: int, q: Array, kv: Array, value_dim: int) -> pl.CostEstimate:

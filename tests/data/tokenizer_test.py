@@ -86,14 +86,18 @@ class TokenizerTest(parameterized.TestCase):
         ):
             self.assertEqual(tokenizer.special_ids, {"<|endoftext|>": eos_id})
 
-    def test_the_spelling_of_a_special_token_is_text(self):
-        texts = ["Say hi/nothink", "What is 4 times 5\n/nothink"] * 50
-        names = tokenizer_lib.SPECIAL_TOKENS
-        tokenizer = tokenizer_lib.train_bpe(texts, 400, names)
-        for text in (*texts[:2], *names, "and/or"):
+    def test_no_merge_makes_a_special_token(self):
+        """/nothink is one word of GLM-5's after a letter or at a line's begin."""
+        texts = ("Say hi/nothink", "4 times 5\n/nothink", "/nothinking")
+        tokenizer = tokenizer_lib.train_bpe(
+            texts * 50, 400, tokenizer_lib.SPECIAL_TOKENS
+        )
+        for text in texts:
             ids = tokenizer.encode(text)
-            self.assertGreaterEqual(min(ids), len(names), text)
             self.assertEqual(tokenizer.decode(ids), text)
+            self.assertNoCommonElements(ids, tokenizer.special_ids.values())
+        plain = tokenizer_lib.train_bpe(texts * 50, 400)
+        self.assertLen(plain.encode("/nothink"), 1)
 
     def test_bpe_merges_within_words_only(self):
         tokenizer = tokenizer_lib.train_bpe(CORPUS, 320)

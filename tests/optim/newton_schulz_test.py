@@ -32,6 +32,17 @@ class NewtonSchulzTest(parameterized.TestCase):
         for i in np.ndindex(2, 3):
             np.testing.assert_allclose(got[i], in_float64(x[i], steps), atol=DOUBLE)
 
+    def test_ranges_of_singular_values_are_those_of_the_docstring(self):
+        start = np.geomspace(1e-5, 1, 100_001)
+        end = start
+        for a, b, c in POLAR:
+            end = a * end + b * end**3 + c * end**5
+        large, small = start >= 0.01, start < 0.0025
+        self.assertBetween(end[large].min(), 0.97, 1.0)
+        self.assertBetween(end[large].max(), 1.0, 1.04)
+        self.assertBetween(end[~large & ~small].max(), 1.0, 1.15)
+        self.assertLess(end[small].max(), 1.0)
+
     def test_singular_values_go_to_one(self):
         steps = POLAR
         got = newton_schulz.orthogonalize(normal(16, 64), steps, jnp.float32)

@@ -20,7 +20,6 @@ KINDS = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "int8": np.int8}
 CASE = cases.Case(
     "rows", queries=3, keys=96, batch=2, topk=16, heads=4, latent=136, rope=16
 )
-WHOLE = dataclasses.replace(CASE, latent=128)  # as TPUs take
 PAGE = 8
 FLOAT32_NORM = 1e-5  # float32 sums in another order
 BFLOAT16_NORM = 4e-3  # 8 bits of mantissa

@@ -90,15 +90,21 @@ def _answer(
         likelihoods = iter(likelihood.of_pairs(subject, pairs))
         for number, question in part:
             own = np.array([next(likelihoods).value for _ in question.choices])
-            of_none = 0.0 if np.isfinite(own).all() else math.nan  # it has diverged
             figures = {
-                name: (float(np.argmax(values) == question.answer) + of_none, 1.0)
+                name: (_is_right(values, question), 1.0)
                 for name, values in (
                     ("accuracy", own),
                     ("accuracy_per_byte", own / np.array(question.sizes)),
                 )
             }
             yield number, record.Answer(figures)
+
+
+def _is_right(values: np.ndarray, question: Question) -> float:
+    """Returns 1 or 0; NaN, whose argmax is the first, for a model that diverged."""
+    if not np.isfinite(values).all():
+        return math.nan
+    return float(np.argmax(values) == question.answer)
 
 
 SUITE = record.Suite(
