@@ -232,13 +232,20 @@ class Box:
         self._socket, other = socket.socketpair()
         self._socket.setblocking(False)
         with other:
-            self._process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=other.fileno(),
-                stdout=other.fileno(),
-                stderr=other.fileno(),
-                start_new_session=True,
+            beginning = asyncio.ensure_future(
+                asyncio.create_subprocess_exec(
+                    *command,
+                    stdin=other.fileno(),
+                    stdout=other.fileno(),
+                    stderr=other.fileno(),
+                    start_new_session=True,
+                )
             )
+            try:
+                self._process = await asyncio.shield(beginning)
+            except asyncio.CancelledError:  # what the process has begun ends with it
+                self._process = await beginning
+                raise
         asyncio.get_running_loop().add_reader(self._socket, self._hear)
         async with asyncio.timeout(_SECONDS_TO_START):
             await self._news()

@@ -284,13 +284,21 @@ class ShellTest(absltest.TestCase):
 
         with_box(use, kind=self.kind)
 
-        async def begin():
-            task = asyncio.create_task(sandbox.start(limits=SMALL, kind=self.kind))
+        many = pathlib.Path(self.create_tempdir())
+        for number in range(3000):  # to be copied
+            (many / str(number)).touch()
+
+        async def begin(image, seconds):
+            starting = sandbox.start(image, limits=SMALL, kind=self.kind)
+            task = asyncio.create_task(starting)
             await asyncio.sleep(0)
+            time.sleep(seconds)  # the box's processes go on
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-        asyncio.run(begin())
+        asyncio.run(begin(sandbox.Image(), 0.0))
+        asyncio.run(begin(sandbox.Image(folder=many), 0.03))
+        time.sleep(0.2)  # for what has been left to write
 
     def test_a_start_that_is_cancelled_at_its_end_leaves_nothing(self):
         async def begin():
