@@ -18,7 +18,7 @@ _MOST_BYTES = 200_000  # of a submission
 # Of a checklist after its first failure, which decides the reward: all of it ends
 # within `rl.step_timeout_seconds`, after which an episode has no reward.
 _SECONDS_TO_FAIL = 20.0
-_HELD_OUT = 5  # one number in so many
+_HELD_OUT = 5  # one brief in so many
 _WRITE = tool_calls.schema(
     "write",
     "Writes a file; what it was before is gone.",
@@ -70,20 +70,22 @@ class Frontend:
             raise config.InputError(f"{name!r} cannot be built here: {reason}")
 
     def task(self, split: str, seed: int, index: int) -> protocol.Task:
-        """Returns a task; a hash of its number decides which split it is in."""
+        """Returns a task; a hash of its brief decides which split it is in."""
         turn, place = divmod(index, len(self.families))
         family = self.families[place]
         rng = random.Random(f"{split}/{seed}/{family}/{turn}")
-        number = rng.randrange(2**31)
-        while _is_held_out(number) != (split == "held_out"):
+        while True:
             number = rng.randrange(2**31)
-        made = traces.draft(family, number)
+            made = traces.draft(family, number)
+            if _is_held_out(made.brief) == (split == "held_out"):
+                break
         return protocol.Task(
             id=f"{family}/{number}",
             messages=({"role": "user", "content": _asked(made)},),
             answer=(family, number),
             tools=PROJECT_SCHEMAS if made.framework else SCHEMAS,
             tag=family,
+            problem=f"{made.framework}\n{made.brief}",
         )
 
     def environment(self) -> "Episode":
@@ -237,6 +239,7 @@ def _turns(made: draft.Draft, text: str) -> tuple[messages.Message, ...]:
     return (written, tool_calls.turn(tool_calls.SUBMIT))
 
 
-def _is_held_out(number: int) -> bool:
-    digest = hashlib.sha256(str(number).encode()).digest()
+def _is_held_out(brief: str) -> bool:
+    """Returns whether it is; two frameworks share a brief."""
+    digest = hashlib.sha256(brief.encode()).digest()
     return digest[0] % _HELD_OUT == 0

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import dataclasses
+import fractions
 import functools
 import io
 import json
@@ -28,7 +29,9 @@ from glm5_jax.environments.worlds.frontend import (
     rates,
     scripted,
     traces,
+    world,
 )
+from glm5_jax.environments.worlds.frontend.projects import kit
 from tests.environments import chat_server, episodes
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[4] / "benchmarks"))
@@ -48,6 +51,15 @@ def small_counter(rng, names=FEW):
     return dataclasses.replace(made, items=items, flaws=flaws)
 
 
+def without_browser(family):
+    """Returns a family's tasks, on a machine that may have no browser and no npm."""
+    with (
+        mock.patch.object(browser, "Browser"),
+        mock.patch.object(kit, "missing", return_value=""),
+    ):
+        return world.Frontend(f"frontend:{family}")
+
+
 class DraftsTest(parameterized.TestCase):
     @parameterized.parameters(*families.ALL)
     def test_every_number_makes_a_whole_task(self, family):
@@ -59,6 +71,40 @@ class DraftsTest(parameterized.TestCase):
             self.assertLen(made.submissions(), 1 + len(made.flaws))
             for flaw in made.flaws:
                 self.assertContainsSubset(flaw.fails, names)
+
+    @parameterized.parameters(*families.ALL, "vue_order")
+    def test_what_is_held_out_is_asked_of_no_training(self, family):
+        """It was where a family had few briefs: a number decided the split."""
+        taskset = without_browser(family)
+        asked = {
+            split: {taskset.task(split, 0, n).messages[0]["content"] for n in range(60)}
+            for split in ("train", "held_out")
+        }
+        self.assertNoCommonElements(asked["train"], asked["held_out"])
+        self.assertGreater(len(asked["held_out"]), 12)
+        self.assertGreater(len(asked["train"]), 30)
+
+    def test_frameworks_hold_out_the_same_briefs(self):
+        react, vue = (
+            {
+                traces.draft(*taskset.task(split, 0, n).answer).brief: split
+                for n in range(100)
+                for split in ("train", "held_out")
+            }
+            for taskset in map(without_browser, ("react_order", "vue_order"))
+        )
+        both = react.keys() & vue
+        self.assertNotEmpty(both)
+        for brief in both:
+            self.assertEqual(react[brief], vue[brief])
+
+    def test_the_parts_of_a_converter_are_no_ties(self):
+        """A quotient such as 8.125 is rounded by the way it is computed."""
+        for number in range(300):
+            brief = traces.draft("converter", number).brief
+            factor = fractions.Fraction(re.findall(r"\d\.\d+", brief)[0])
+            for value in range(10, 90, 10):
+                self.assertNotEqual(value / factor * 1000 % 10, 5, brief)
 
     def test_prices_of_a_table_differ(self):
         """Of equal ones the reference and the checklist had another order."""

@@ -10,12 +10,16 @@ from glm5_jax.environments.worlds.frontend.draft import (
     item,
 )
 
-_TOPICS = ("Prices", "Hours", "Ways", "Jobs", "Press", "Rooms")
+_TOPICS = (
+    *("Prices", "Hours", "Ways", "Jobs", "Press", "Rooms", "Tours", "Rules"),
+    *("Maps", "News", "Shops", "Trips"),
+)
 
 
 def dialog(rng: random.Random) -> Draft:
     """Makes a dialog that changes a name."""
-    old, new = rng.sample(_TOPICS, 2)
+    one, two, new = rng.sample(_TOPICS, 3)
+    old = f"{one} and {two.lower()}"
     page = _dialog_page(old)
     changed = "click #open", f"type #name | {new}"
     return Draft(

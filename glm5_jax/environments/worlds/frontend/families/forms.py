@@ -10,10 +10,15 @@ from glm5_jax.environments.worlds.frontend.draft import (
     item,
 )
 
+_COINS = ("crowns", "ducats", "florins", "guilders", "marks", "shillings")
+# Odd, and no multiple of 5: then no quotient ends in a 5 right behind its second
+# decimal, which multiplying by 1 / factor could round another way than dividing.
+_RATES = [rate for rate in range(101, 900) if rate % 2 and rate % 5]
+
 
 def counter(rng: random.Random) -> Draft:
     """Makes a counter with a step and a limit."""
-    step, turns = rng.randrange(2, 9), rng.randrange(2, 4)
+    step, turns = rng.randrange(2, 40), rng.randrange(2, 5)
     most = step * turns
     page = _counter_page(step, most)
     full = ["click #add"] * turns
@@ -79,11 +84,10 @@ def _counter_items(step: int, most: int, full: list[str]) -> tuple[Item, ...]:
 
 
 def converter(rng: random.Random) -> Draft:
-    """Makes a converter of two units."""
-    left, right, factor = rng.choice(
-        (("km", "miles", 0.62), ("kg", "pounds", 2.2), ("litres", "gallons", 0.26))
-    )
-    number = rng.randrange(3, 90)
+    """Makes a converter of two coins."""
+    left, right = rng.sample(_COINS, 2)
+    factor = rng.choice(_RATES) / 100
+    number = 10 * rng.randrange(1, 9)  # their products lack the second decimal
     page = _converter_page(left, right, factor)
     there, back = f"{number * factor:.2f}", f"{number / factor:.2f}"
     return Draft(
@@ -170,7 +174,7 @@ def _converter_items(
 
 def sign_up(rng: random.Random) -> Draft:
     """Makes a form that is checked."""
-    least, age = rng.randrange(3, 7), rng.choice((14, 16, 18, 21))
+    least, age = rng.randrange(3, 8), rng.randrange(12, 40)
     good = "type #name | Elisabeth", "type #mail | e@example.org", f"type #age | {age}"
     page = _sign_up_page(least, age)
     return Draft(

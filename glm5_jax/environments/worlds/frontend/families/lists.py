@@ -18,19 +18,20 @@ _THINGS = (
 
 
 def to_do(rng: random.Random) -> Draft:
-    """Makes a list of things to do."""
-    one, two, three = rng.sample(_THINGS, 3)
-    page = _to_do_page()
+    """Makes a list of things to buy."""
+    first, second, one, two, three = rng.sample(_THINGS, 5)
+    page = _to_do_page(first, second)
     both = (f"type #new | {one}", "click #add", f"type #new | {two}", "click #add")
     return Draft(
         brief=(
-            "A list of things to do. The button #add, or Enter in the input #new, "
-            "appends the text of #new, without blanks around it, to #list as li and "
-            "empties #new; an empty text is not added. A click on an entry gives it "
-            "the class done, another click takes it away. #left shows how many "
-            "entries are not done. The button #tidy removes those that are."
+            f"A list of things to buy, at first {first} and {second}. The button #add, "
+            "or Enter in the input #new, appends the text of #new, without blanks "
+            "around it, to #list as li and empties #new; an empty text is not added. A "
+            "click on an entry gives it the class done, another click takes it away. "
+            "#left shows how many entries are not done. The button #tidy removes those "
+            "that are."
         ),
-        items=_to_do_items(two, three, both),
+        items=_to_do_items(first, two, three, both),
         page=page,
         flaws=(
             Flaw("if (!text) return;", "", ("blank",)),
@@ -41,17 +42,20 @@ def to_do(rng: random.Random) -> Draft:
     )
 
 
-def _to_do_page() -> str:
+def _to_do_page(first: str, second: str) -> str:
     return document(
         "To do",
         '<input id="new"> <button id="add">Add</button>\n<ul id="list"></ul>\n'
         '<p><span id="left">0</span> left</p>\n<button id="tidy">Remove done</button>',
+        f"const before = ['{first}', '{second}'];\n"
         """function show() {
   $('left').textContent = document.querySelectorAll('#list li:not(.done)').length;
 }
 function add() {
-  const text = $('new').value.trim();
+  append($('new').value.trim());
   $('new').value = '';
+}
+function append(text) {
   if (!text) return;
   const item = document.createElement('li');
   item.textContent = text;
@@ -64,41 +68,48 @@ $('new').onkeydown = event => { if (event.key === 'Enter') add(); };
 $('tidy').onclick = () => {
   document.querySelectorAll('#list .done').forEach(item => item.remove());
   show();
-};""",
+};
+before.forEach(append);""",
     )
 
 
-def _to_do_items(two: str, three: str, both: tuple[str, ...]) -> tuple[Item, ...]:
+def _to_do_items(
+    first: str, two: str, three: str, both: tuple[str, ...]
+) -> tuple[Item, ...]:
     return (
-        item("empty", "It begins empty.", "count #list li | 0; reads #left | 0"),
-        item("add", "Add appends.", *both, f"reads li:nth-child(2) | {two}"),
+        item(
+            "begins",
+            f"It begins with two, the first {first}.",
+            f"count #list li | 2; reads li:nth-child(1) | {first}; reads #left | 2",
+        ),
+        item("add", "Add appends.", *both, f"reads li:nth-child(4) | {two}"),
         item(
             "enter",
             "Enter appends, too.",
-            f"type #new | {three}; press #new | Enter; reads li | {three}",
+            f"type #new | {three}; press #new | Enter; reads li:nth-child(3) | {three}",
         ),
         item("emptied", "The input is emptied.", *both, "value #new |"),
-        item("blank", "An empty text is not added.", "click #add; count li | 0"),
-        item("left", "It counts entries.", *both, "reads #left | 2"),
+        item("blank", "An empty text is not added.", "click #add; count li | 2"),
+        item("left", "It counts entries.", *both, "reads #left | 4"),
         item(
             "done",
             "A click marks an entry as done, and it no longer counts.",
             *both,
-            "click li:nth-child(1); count li.done | 1; reads #left | 1",
+            "click li:nth-child(1); count li.done | 1; reads #left | 3",
         ),
         item(
             "undone",
             "A second click takes the mark away.",
             *both,
             *["click li:nth-child(1)"] * 2,
-            "count li | 2; count li.done | 0; reads #left | 2",
+            "count li | 4; count li.done | 0; reads #left | 4",
         ),
         item(
             "tidy",
             "Remove done leaves the others.",
             *both,
-            "click li:nth-child(1); click #tidy; count li | 1",
-            f"reads li | {two}",
+            "click li:nth-child(1); click #tidy; count li | 3",
+            f"reads li:nth-child(3) | {two}",
         ),
     )
 

@@ -202,17 +202,18 @@ def _questions_items(names: list[str], word: str) -> tuple[Item, ...]:
 
 def pager(rng: random.Random) -> Draft:
     """Makes a list that is shown in parts."""
-    each, rest = rng.randrange(3, 6), rng.randrange(1, 3)
-    count = 2 * each + rest
-    page = _pager_page(each, count)
+    each = rng.randrange(3, 8)
+    count = 2 * each + (rest := rng.randrange(1, each))
+    word = rng.choice(("entry", "letter", "picture", "recipe", "song"))
+    page = _pager_page(each, count, word)
     return Draft(
         brief=(
-            f'A list of {count} entries, "entry 1" to "entry {count}", shown {each} '
+            f'A list of {count} lines, "{word} 1" to "{word} {count}", shown {each} '
             'at a time as li in #list. #place says "page 1 of 3". The buttons #back '
             "and #on change the page, #last shows the last one. #back is disabled on "
             "the first page, #on on the last."
         ),
-        items=_pager_items(each, rest),
+        items=_pager_items(each, rest, word),
         page=page,
         flaws=(
             Flaw(f".filter(n => n <= {count})", "", ("rest",)),
@@ -223,7 +224,7 @@ def pager(rng: random.Random) -> Draft:
     )
 
 
-def _pager_page(each: int, count: int) -> str:
+def _pager_page(each: int, count: int, word: str) -> str:
     return document(
         "Pages",
         '<ul id="list"></ul>\n<button id="back">Back</button> <span id="place"></span> '
@@ -234,7 +235,7 @@ function show() {{
   const numbers = [...Array({each}).keys()].map(i => first + i);
   $('list').replaceChildren(...numbers.filter(n => n <= {count}).map(n => {{
     const line = document.createElement('li');
-    line.textContent = `entry ${{n}}`;
+    line.textContent = `{word} ${{n}}`;
     return line;
   }}));
   $('place').textContent = `page ${{place}} of 3`;
@@ -248,16 +249,16 @@ show();""",
     )
 
 
-def _pager_items(each: int, rest: int) -> tuple[Item, ...]:
+def _pager_items(each: int, rest: int, word: str) -> tuple[Item, ...]:
     return (
-        item("part", f"{each} entries are shown.", f"count #list li | {each}"),
-        item("first", "The first is entry 1.", "reads li:nth-child(1) | entry 1"),
+        item("part", f"{each} lines are shown.", f"count #list li | {each}"),
+        item("first", f"The first is {word} 1.", f"reads li:nth-child(1) | {word} 1"),
         item("place", "It is page 1 of 3.", "reads #place | page 1 of 3"),
         item("no_back", "Back is disabled at first.", "count #back:disabled | 1"),
         item(
             "on",
-            f"On shows entry {each + 1}.",
-            f"click #on; reads li:nth-child(1) | entry {each + 1}",
+            f"On shows {word} {each + 1}.",
+            f"click #on; reads li:nth-child(1) | {word} {each + 1}",
         ),
         item(
             "back",
