@@ -232,7 +232,7 @@ class Box:
         self._socket, other = socket.socketpair()
         self._socket.setblocking(False)
         with other:
-            beginning = asyncio.ensure_future(
+            beginning = asyncio.create_task(
                 asyncio.create_subprocess_exec(
                     *command,
                     stdin=other.fileno(),
@@ -243,7 +243,7 @@ class Box:
             )
             try:
                 self._process = await asyncio.shield(beginning)
-            except asyncio.CancelledError:  # what the process has begun ends with it
+            except asyncio.CancelledError:  # its number ends all that it has begun
                 self._process = await beginning
                 raise
         asyncio.get_running_loop().add_reader(self._socket, self._hear)

@@ -31,7 +31,7 @@ def to_do(rng: random.Random) -> Draft:
             "#left shows how many entries are not done. The button #tidy removes those "
             "that are."
         ),
-        items=_to_do_items(first, two, three, both),
+        items=_to_do_items((first, second), two, three, both),
         page=page,
         flaws=(
             Flaw("if (!text) return;", "", ("blank",)),
@@ -74,13 +74,14 @@ before.forEach(append);""",
 
 
 def _to_do_items(
-    first: str, two: str, three: str, both: tuple[str, ...]
+    before: tuple[str, str], two: str, three: str, both: tuple[str, ...]
 ) -> tuple[Item, ...]:
     return (
         item(
             "begins",
-            f"It begins with two, the first {first}.",
-            f"count #list li | 2; reads li:nth-child(1) | {first}; reads #left | 2",
+            f"It begins with {' and '.join(before)}.",
+            "count #list li | 2; reads #left | 2",
+            *(f"reads li:nth-child({i}) | {x}" for i, x in enumerate(before, 1)),
         ),
         item("add", "Add appends.", *both, f"reads li:nth-child(4) | {two}"),
         item(

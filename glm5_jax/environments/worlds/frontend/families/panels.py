@@ -203,7 +203,8 @@ def _questions_items(names: list[str], word: str) -> tuple[Item, ...]:
 def pager(rng: random.Random) -> Draft:
     """Makes a list that is shown in parts."""
     each = rng.randrange(3, 8)
-    count = 2 * each + (rest := rng.randrange(1, each))
+    rest = rng.randrange(1, each)
+    count = 2 * each + rest
     word = rng.choice(("entry", "letter", "picture", "recipe", "song"))
     page = _pager_page(each, count, word)
     return Draft(
